@@ -1,0 +1,64 @@
+"""The vocabulary of a pipeline schedule: what one pipeline rank does, one action after the other.
+
+An action is written as PyTorch's own schedules write it: stage, kind, micro-batch. ``3F7`` is the forward of stage 3 on
+micro-batch 7, ``3SEND_F7`` hands its output to stage 4, ``3RECV_B7`` awaits the gradient that stage 4 sends back, and
+``3REDUCE`` is the gradient reduce-scatter of stage 3.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Kind(StrEnum):
+    """What an action does. Sends and receives are postings: they return at once."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    SEND_FORWARD = "SEND_F"  # post the send of this stage's output to the next stage
+    RECV_FORWARD = "RECV_F"  # post the receive of this stage's input from the previous stage
+    SEND_BACKWARD = "SEND_B"  # post the send of the gradient of this stage's input to the previous stage
+    RECV_BACKWARD = "RECV_B"  # post the receive of the gradient of this stage's output from the next stage
+    GATHER = "GATHER"  # FSDP all-gather of the stage's weights
+    REDUCE = "REDUCE"  # FSDP reduce-scatter of the stage's gradients
+    FREE = "FREE"  # drop the gathered weights
+
+
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
+MESSAGES = SENDS | RECEIVES
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+
+NO_MICRO_BATCH = -1  # of an FSDP event, which belongs to a stage and not to a micro-batch
+
+_PATTERN = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
+
+
+class Action(NamedTuple):
+    """One entry of a rank's list. ``stage`` is the global index of a virtual stage: chunk * pp + pipeline rank."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int = NO_MICRO_BATCH
+
+    def __str__(self) -> str:
+        suffix = "" if self.micro_batch == NO_MICRO_BATCH else str(self.micro_batch)
+        return f"{self.stage}{self.kind.value}{suffix}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The inverse of ``str``. Raises ValueError on anything else."""
+        match = _PATTERN.fullmatch(text)
+        kinds = {kind.value: kind for kind in Kind}
+        if match is None or match[2] not in kinds:
+            raise ValueError(f"action {text!r}: must be STAGE KIND MICRO_BATCH without spaces, KIND one of {sorted(kinds)}")
+        return cls(kinds[match[2]], int(match[1]), int(match[3]) if match[3] else NO_MICRO_BATCH)
+
+    @property
+    def message(self) -> tuple[str, int, int]:
+        """What a send or a receive moves: (direction, sending stage, micro-batch), the same at both ends."""
+        forward = self.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+        shift = 0 if self.kind in SENDS else (-1 if forward else 1)
+        return ("F" if forward else "B", self.stage + shift, self.micro_batch)

@@ -1,0 +1,199 @@
+"""Weights and config in Hugging Face's format, both ways. Values are never changed but by a dtype that is asked for.
+
+A directory holds config.json and either model.safetensors, or several files and model.safetensors.index.json. Rows of
+wq and wk are in Hugging Face's order here already, so names are all that differs, and the padding of the vocabulary:
+cut off in the files, added when reading. The head of a tied model is not stored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fourfold.recipe import ModelConfig, config_from_hf, config_to_hf, parameter_shapes
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_VOCABULARY = ("tok_embeddings.weight", "output.weight")
+_TOP_NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+}
+
+
+def name_to_hf(name: str) -> str:
+    """Hugging Face's name of a parameter. Raises ValueError if Llama has no such parameter."""
+    return _translate(name, _TOP_NAMES, _LAYER_NAMES, prefix="layers.", new_prefix="model.layers.")
+
+
+def name_from_hf(name: str) -> str:
+    """Our name of a parameter of LlamaForCausalLM. Raises ValueError if Llama has no such parameter."""
+    top, layer = ({theirs: ours for ours, theirs in names.items()} for names in (_TOP_NAMES, _LAYER_NAMES))
+    return _translate(name, top, layer, prefix="model.layers.", new_prefix="layers.")
+
+
+def _translate(name: str, top: Mapping[str, str], layer: Mapping[str, str], *, prefix: str, new_prefix: str) -> str:
+    if name in top:
+        return top[name]
+    index, _, rest = name.removeprefix(prefix).partition(".")
+    if not (name.startswith(prefix) and index.isdigit() and rest in layer):
+        raise ValueError(f"{name!r} is not the name of a parameter of a Llama model")
+    return f"{new_prefix}{index}.{layer[rest]}"
+
+
+def save(
+    state: Mapping[str, Tensor],
+    config: ModelConfig,
+    directory: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+    shards: Sequence[Collection[str]] | None = None,
+    max_positions: int | None = None,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+) -> None:
+    """Write a whole model, plain tensors under our names, so that transformers' from_pretrained(directory) reads it.
+
+    dtype: of the files; default that of each tensor. shards: our names in each file, for several files and an index;
+    default one file.
+    Only the tensors of one file are asked of `state` at a time. The other arguments go into config.json.
+
+    Raises ValueError if a parameter is missing, unknown, of the wrong shape, or not in exactly one shard.
+    """
+    shapes = parameter_shapes(config)
+    names = [name for name in state if not (config.tied and name == "output.weight")]
+    _require_same(names, shapes, what="state")
+    if shards is not None:
+        shards = [[name for name in shard if not (config.tied and name == "output.weight")] for shard in shards]
+        _require_same([name for shard in shards for name in shard], shapes, what="shards")
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    files = [_SINGLE_FILE]
+    if shards is not None:
+        files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    weight_map: dict[str, str] = {}
+    num_bytes, stored_dtype = 0, torch.float32
+    for file, shard in zip(files, shards or [names], strict=True):
+        tensors = {name_to_hf(name): _exported(state[name], name, config, dtype) for name in shard}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        stored_dtype = next((tensor.dtype for tensor in tensors.values()), stored_dtype)
+    if shards is not None:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        _write_json(directory / _INDEX_FILE, index)
+    values = config_to_hf(
+        config,
+        max_positions=max_positions,
+        bos_token_id=bos_token_id,
+        eos_token_id=eos_token_id,
+        dtype=str(stored_dtype).removeprefix("torch."),
+    )
+    _write_json(directory / "config.json", values)
+
+
+def _exported(tensor: Tensor, name: str, config: ModelConfig, dtype: torch.dtype | None) -> Tensor:
+    expected = parameter_shapes(config)[name]
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but the config says {expected}")
+    if name in _VOCABULARY:
+        tensor = tensor[: config.vocab_size]
+    return tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
+
+
+def load(
+    directory: Path | str, config: ModelConfig | None = None, *, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Read a whole model: our names -> tensors on CPU, as `Llama.load_state_dict` takes them. Vocabulary padded with
+    zero rows.
+
+    config: default that of config.json. dtype: default that of the files. Of a tied model, output.weight is the
+    embedding itself.
+    Raises ValueError if a parameter is missing, unknown or of the wrong shape, FileNotFoundError if there are no
+    weights.
+    """
+    directory = Path(directory)
+    config = load_config(directory) if config is None else config
+    shapes = parameter_shapes(config)
+    state: dict[str, Tensor] = {}
+    for their_name, tensor in _read(directory):
+        # Old files repeat the rotary frequencies in every layer, or store the head of a tied model.
+        if their_name.endswith("rotary_emb.inv_freq") or (config.tied and their_name == "lm_head.weight"):
+            continue
+        name = name_from_hf(their_name)
+        state[name] = _imported(tensor, name, shapes.get(name), config, dtype)
+    _require_same(list(state), shapes, what=str(directory))
+    if config.tied:
+        state["output.weight"] = state["tok_embeddings.weight"]
+    return state
+
+
+def load_config(directory: Path | str, *, vocab_multiple: int = 128) -> ModelConfig:
+    """The model that the config.json of a directory describes. Raises ValueError if it is not a Llama."""
+    return config_from_hf(json.loads((Path(directory) / "config.json").read_text()), vocab_multiple=vocab_multiple)
+
+
+def _read(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    index = directory / _INDEX_FILE
+    files = [_SINGLE_FILE]
+    if not (directory / _SINGLE_FILE).exists() and index.exists():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    for file in files:
+        if not (directory / file).exists():
+            raise FileNotFoundError(
+                f"{directory / file}: no such file; {directory} needs {_SINGLE_FILE} or {_INDEX_FILE}"
+            )
+        with safe_open(directory / file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                yield name, tensors.get_tensor(name)
+
+
+def _imported(
+    tensor: Tensor, name: str, shape: tuple[int, ...] | None, config: ModelConfig, dtype: torch.dtype | None
+) -> Tensor:
+    stored = shape
+    if shape is not None and name in _VOCABULARY:
+        stored = (config.vocab_size, *shape[1:])
+    if stored is not None and tuple(tensor.shape) != stored:
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)} in the file, but the config says {stored}")
+    tensor = tensor.to(dtype or tensor.dtype)
+    if shape == stored or shape is None:
+        return tensor
+    padded = tensor.new_zeros(shape)
+    padded[: config.vocab_size] = tensor
+    return padded
+
+
+def _require_same(names: Sequence[str], shapes: Mapping[str, object], *, what: str) -> None:
+    missing, unknown = sorted(shapes.keys() - set(names)), sorted(set(names) - shapes.keys())
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    problems = [
+        f"{kind} {', '.join(found[:5])}{' ...' if len(found) > 5 else ''}"
+        for kind, found in (("missing", missing), ("unknown", unknown), ("twice", twice))
+        if found
+    ]
+    if problems:
+        raise ValueError(f"parameters of {what}: {'; '.join(problems)}")
+
+
+def _write_json(path: Path, values: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")

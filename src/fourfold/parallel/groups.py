@@ -1,0 +1,181 @@
+"""Process groups of a layout, and the collectives that Fourfold writes itself.
+
+Every collective carries a label in profiler traces (:mod:`fourfold.layout.labels`), and every sum is made in fp32 in the
+order of ranks: the data travel by all-to-all or all-gather in their own dtype, and each rank adds what arrived. So a sum
+repeats bit for bit, on any back end, and a bf16 run loses nothing in it. A group of one rank communicates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.profiler import record_function
+
+from fourfold.layout import Grid
+from fourfold.layout.labels import Label
+from fourfold.parallel.torch_private import flatten_mesh
+
+
+@dataclass
+class Position:
+    """Where in the schedule a rank is. The pipeline keeps it, so that collectives inside a stage can be labelled."""
+
+    stage: int = -1
+    micro_batch: int = -1
+
+
+class Group:
+    """One process group of one dimension.
+
+    Attributes:
+        dimension: "tp", "cp", "dp", "fsdp", "pp" or "world".
+        size: number of ranks.
+        rank: this process's index in the group.
+        ranks: the global ranks, ascending.
+    """
+
+    def __init__(self, dimension: str, process_group: dist.ProcessGroup, position: Position) -> None:
+        self.dimension = dimension
+        self.process_group = process_group
+        self.ranks = dist.get_process_group_ranks(process_group)
+        self.size = len(self.ranks)
+        self.rank = dist.get_rank(process_group)
+        self._position = position
+        self._sequence = 0
+
+    @contextmanager
+    def labelled(self, kind: str) -> Iterator[None]:
+        """Names the range of a profiler trace in which this group does ``kind``."""
+        here = self._position
+        with record_function(str(Label(self.dimension, kind, self.ranks[0], here.stage, here.micro_batch, self._sequence))):
+            yield
+        self._sequence += 1
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[n, ...] on every rank -> [size * n, ...], in the order of ranks."""
+        gathered = self.start_all_gather(x)
+        return gathered.wait()
+
+    def start_all_gather(self, x: Tensor) -> Pending:
+        """As :meth:`all_gather`, but returns at once; ``wait`` gives the result."""
+        if self.size == 1:
+            return Pending(x, None)
+        out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        with self.labelled("all_gather"):
+            work = dist.all_gather_single(out, x.contiguous(), group=self.process_group, async_op=True)
+        return Pending(out, work)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """[size * n, ...] on every rank -> the fp32 sum over ranks of this rank's [n, ...], in the dtype of ``x``."""
+        return self.start_reduce_scatter(x).wait()
+
+    def start_reduce_scatter(self, x: Tensor) -> Pending:
+        """As :meth:`reduce_scatter`, but returns at once; ``wait`` adds and gives the result."""
+        if self.size == 1:
+            return Pending(x, None)
+        out = x.new_empty(x.shape)
+        with self.labelled("reduce_scatter"):
+            work = dist.all_to_all_single(out, x.contiguous(), group=self.process_group, async_op=True)
+        return Pending(out.view(self.size, -1, *x.shape[1:]), work, sum_blocks=True)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The fp32 sum of ``x`` over ranks, bitwise the same on all of them, in the dtype of ``x``."""
+        if self.size == 1:
+            return x
+        return _sum_in_rank_order(self.all_gather(x.unsqueeze(0))).to(x.dtype)
+
+
+class Pending:
+    """A collective that has been started."""
+
+    def __init__(self, buffer: Tensor, work: dist.Work | None, *, sum_blocks: bool = False) -> None:
+        self._buffer = buffer
+        self._work = work
+        self._sum_blocks = sum_blocks
+
+    def wait(self) -> Tensor:
+        """The result, once the collective is done."""
+        if self._work is not None:
+            self._work.wait()
+        if self._sum_blocks:
+            return _sum_in_rank_order(self._buffer).to(self._buffer.dtype)
+        return self._buffer
+
+
+def _sum_in_rank_order(blocks: Tensor) -> Tensor:
+    """[ranks, ...] -> the sum over ranks, left to right, in at least fp32. ``torch.sum`` promises no order."""
+    total = blocks[0] if blocks.dtype == torch.float64 else blocks[0].float()
+    for block in blocks[1:]:
+        total = total.add_(block) if total.data_ptr() != block.data_ptr() else total + block
+    return total
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups that one rank belongs to.
+
+    Messages of the pipeline to a higher pipeline rank and to a lower one have a group each: NCCL keeps all messages
+    between two ranks of one group in one queue, where a send that waits would hold up the receive behind it.
+    """
+
+    grid: Grid
+    rank: int
+    tp: Group
+    cp: Group
+    dp: Group
+    fsdp: Group
+    world: Group
+    to_higher: Group
+    to_lower: Group
+    tp_mesh: DeviceMesh = field(repr=False)
+    fsdp_mesh: DeviceMesh = field(repr=False)
+    position: Position = field(repr=False)
+
+    @property
+    def pp_rank(self) -> int:
+        """This rank's place in its pipeline."""
+        return self.grid.coordinates(self.rank).pp
+
+
+def connect(grid: Grid, device_type: str) -> Groups:
+    """Makes all groups. Every rank of an initialised default group calls it, with the same grid.
+
+    Raises:
+        ValueError: the default group has another size than the grid.
+    """
+    if dist.get_world_size() != grid.size:
+        raise ValueError(f"{dist.get_world_size()} processes were started, but tp x cp x pp x dp = {grid.size}")
+    mesh = init_device_mesh(
+        device_type, (grid.dp, grid.pp, grid.cp, grid.tp), mesh_dim_names=("dp", "pp", "cp", "tp")
+    )
+    fsdp_mesh = flatten_mesh(mesh["dp", "cp"], "fsdp")
+    to_higher = mesh["pp"].get_group()
+    # Only the members of a group create it: at 16,384 ranks nobody waits for a thousand groups of others.
+    to_lower = dist.new_group(dist.get_process_group_ranks(to_higher), use_local_synchronization=True)
+    world = dist.group.WORLD
+    assert world is not None and to_lower is not None
+    position = Position()
+
+    def group(name: str, process_group: dist.ProcessGroup) -> Group:
+        return Group(name, process_group, position)
+
+    return Groups(
+        grid=grid,
+        rank=dist.get_rank(),
+        tp=group("tp", mesh["tp"].get_group()),
+        cp=group("cp", mesh["cp"].get_group()),
+        dp=group("dp", mesh["dp"].get_group()),
+        fsdp=group("fsdp", fsdp_mesh.get_group()),
+        world=group("world", world),
+        to_higher=group("pp", to_higher),
+        to_lower=group("pp", to_lower),
+        tp_mesh=mesh["tp"],
+        fsdp_mesh=fsdp_mesh,
+        position=position,
+    )

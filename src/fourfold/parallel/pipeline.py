@@ -1,0 +1,251 @@
+"""Runs a pipeline rank's list of actions for real.
+
+One path for every schedule and every pp, 1 included: the list says what to do, and this file does it in that order.
+Neighbouring stages on one rank hand their tensors over locally; everything else travels by asynchronous point-to-point
+messages, whose shapes follow from the batches that every rank has, so they may differ from micro-batch to micro-batch.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fourfold.layout import Action, Kind, Schedule
+from fourfold.model import Batch
+from fourfold.parallel.data import ShardedStage
+from fourfold.parallel.groups import Group, Groups
+
+Message = tuple[str, int, int]  # direction, producing stage, micro-batch: see Action.message
+
+
+class LoggedAction(NamedTuple):
+    """One line of the action log. Times are nanoseconds of the host's monotonic clock.
+
+    ``wait`` is the part of start to end spent waiting for a message of another rank.
+    """
+
+    action: Action
+    start: int
+    end: int
+    wait: int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step leaves.
+
+    Attributes:
+        losses: fp32 [micro-batches], the summed loss of this rank's tokens by micro-batch index; None without the head.
+        log: what was done, in order.
+    """
+
+    losses: Tensor | None
+    log: tuple[LoggedAction, ...]
+
+
+class Pipeline:
+    """The executor of one pipeline rank.
+
+    Args:
+        schedule: what to run.
+        stages: this rank's virtual stages by global index.
+        groups: the rank's process groups.
+        width: D, the features of the hidden state.
+        dtype: of the tensors between stages.
+    """
+
+    def __init__(
+        self, schedule: Schedule, stages: Mapping[int, ShardedStage], groups: Groups, *, width: int, dtype: torch.dtype
+    ) -> None:
+        self.schedule = schedule
+        self.stages = stages
+        self.groups = groups
+        self.width = width
+        self.dtype = dtype
+        self._outbox = Outbox()
+
+    def step(self, batches: Sequence[Batch], *, gradient_scale: float) -> StepResult:
+        """Forward and backward of all micro-batches. Gradients are added to those that the weights have.
+
+        Args:
+            batches: this rank's share of every micro-batch.
+            gradient_scale: gradient of the total loss with respect to each micro-batch's summed loss: one over the
+                global number of valid labels.
+
+        Raises:
+            ValueError: not as many batches as the schedule has micro-batches.
+        """
+        if len(batches) != self.schedule.num_micro_batches:
+            raise ValueError(f"{len(batches)} micro-batches given, the schedule has {self.schedule.num_micro_batches}")
+        return _Step(self, batches, gradient_scale).run()
+
+
+@dataclass
+class _Step:
+    """The state of one step. Keys are messages or (stage, micro-batch)."""
+
+    pipeline: Pipeline
+    batches: Sequence[Batch]
+    gradient_scale: float
+    receiving: dict[Message, tuple[dist.Work, Tensor]] = field(default_factory=dict)
+    arrived: dict[Message, Tensor] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    waited: int = 0
+
+    def run(self) -> StepResult:
+        pipeline, position = self.pipeline, self.pipeline.groups.position
+        handlers: dict[Kind, Callable[[int, int], None]] = {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.SEND_FORWARD: self.send_forward,
+            Kind.RECV_FORWARD: self.receive_forward,
+            Kind.SEND_BACKWARD: self.send_backward,
+            Kind.RECV_BACKWARD: self.receive_backward,
+            Kind.GATHER: lambda stage, _: pipeline.stages[stage].gather(),
+            Kind.REDUCE: lambda stage, _: pipeline.stages[stage].reduce(),
+            Kind.FREE: lambda stage, _: pipeline.stages[stage].free(),
+        }
+        log = []
+        for action in pipeline.schedule.actions[pipeline.groups.pp_rank]:
+            position.stage, position.micro_batch = action.stage, action.micro_batch
+            events = pipeline.groups.fsdp if action.kind in (Kind.GATHER, Kind.REDUCE, Kind.FREE) else pipeline.groups.to_higher
+            self.waited = 0
+            start = time.monotonic_ns()
+            with events.labelled(action.kind.value):
+                handlers[action.kind](action.stage, action.micro_batch)
+            log.append(LoggedAction(action, start, time.monotonic_ns(), self.waited))
+        position.stage = position.micro_batch = -1
+        pipeline._outbox.flush()
+        assert not (self.receiving or self.arrived or self.inputs or self.outputs), "the schedule left something undone"
+        losses = torch.stack([self.losses[m] for m in sorted(self.losses)]) if self.losses else None
+        return StepResult(losses, tuple(log))
+
+    def forward(self, stage: int, micro_batch: int) -> None:
+        batch = self.batches[micro_batch]
+        if stage == 0:
+            x = batch.tokens
+        else:
+            x = self.take(("F", stage - 1, micro_batch))
+            x.requires_grad_(stage > self.pipeline.schedule.num_frozen_stages)
+        trained = stage >= self.pipeline.schedule.num_frozen_stages
+        with torch.set_grad_enabled(trained):
+            out = self.pipeline.stages[stage].module(x, batch)
+        last = stage == self.pipeline.schedule.num_stages - 1
+        if trained:
+            # Backward needs the graph behind the output, not its data: those live until the send is done and no longer.
+            self.outputs[stage, micro_batch] = get_gradient_edge(out)
+            if x.requires_grad:
+                self.inputs[stage, micro_batch] = x
+        if last:
+            self.losses[micro_batch] = out.detach()
+        else:
+            self.arrived["F", stage, micro_batch] = out.detach()
+
+    def backward(self, stage: int, micro_batch: int) -> None:
+        edge = self.outputs.pop((stage, micro_batch))
+        if stage == self.pipeline.schedule.num_stages - 1:
+            grad = self.losses[micro_batch].new_tensor(self.gradient_scale)
+        else:
+            grad = self.take(("B", stage + 1, micro_batch))
+        torch.autograd.backward([edge], [grad])
+        x = self.inputs.pop((stage, micro_batch), None)
+        if x is not None:
+            assert x.grad is not None
+            self.arrived["B", stage, micro_batch] = x.grad
+
+    def take(self, message: Message) -> Tensor:
+        """What a neighbouring stage sent, or left here if it is on this rank."""
+        if message in self.receiving:
+            work, buffer = self.receiving.pop(message)
+            start = time.monotonic_ns()
+            work.wait()
+            self.waited += time.monotonic_ns() - start
+            return buffer
+        return self.arrived.pop(message)
+
+    def send_forward(self, stage: int, micro_batch: int) -> None:
+        self.send(("F", stage, micro_batch), stage + 1)
+
+    def send_backward(self, stage: int, micro_batch: int) -> None:
+        self.send(("B", stage, micro_batch), stage - 1)
+
+    def receive_forward(self, stage: int, micro_batch: int) -> None:
+        self.receive(("F", stage - 1, micro_batch))
+
+    def receive_backward(self, stage: int, micro_batch: int) -> None:
+        self.receive(("B", stage + 1, micro_batch))
+
+    def send(self, message: Message, to_stage: int) -> None:
+        groups, peer = self.pipeline.groups, self.pipeline.schedule.rank_of(to_stage)
+        group = groups.to_higher if peer > groups.pp_rank else groups.to_lower
+        tensor = self.arrived.pop(message).contiguous()
+        self.pipeline._outbox.put(_isend(tensor, peer, group), tensor)
+
+    def receive(self, message: Message) -> None:
+        groups, peer = self.pipeline.groups, self.pipeline.schedule.rank_of(message[1])
+        group = groups.to_higher if peer < groups.pp_rank else groups.to_lower
+        batch = self.batches[message[2]]
+        buffer = torch.empty(
+            (batch.tokens.shape[0] // groups.tp.size, self.pipeline.width), dtype=self.pipeline.dtype, device=batch.tokens.device
+        )
+        work = dist.irecv(buffer, group=group.process_group, group_src=peer)
+        assert work is not None
+        self.receiving[message] = (work, buffer)
+
+
+def _isend(tensor: Tensor, peer: int, group: Group) -> dist.Work:
+    work = dist.isend(tensor, group=group.process_group, group_dst=peer)
+    assert work is not None
+    return work
+
+
+class Outbox:
+    """Holds what is being sent, and lets go of each tensor as soon as its send is done.
+
+    gloo never reports a send as completed unless somebody waits for it, so a thread does; waiting releases the interpreter.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[dist.Work, Tensor] | threading.Event] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def put(self, work: dist.Work, tensor: Tensor) -> None:
+        """Takes over a started send."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait_for_all, daemon=True, name="fourfold-outbox")
+            self._thread.start()
+        self._queue.put((work, tensor))
+
+    def flush(self) -> None:
+        """Waits until everything is sent. Raises what a send raised."""
+        if self._thread is None:
+            return
+        done = threading.Event()
+        self._queue.put(done)
+        done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _wait_for_all(self) -> None:
+        while True:
+            item = self._queue.get()
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            try:
+                item[0].wait()
+            except BaseException as error:  # handed to the main thread by flush
+                self._error = self._error or error
+            del item

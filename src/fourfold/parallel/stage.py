@@ -1,0 +1,74 @@
+"""Makes the virtual stages of one rank: the plain model, cut by layers, its weights split over TP and sharded over dp x cp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from fourfold.layout import Stage
+from fourfold.model import Llama, Ops
+from fourfold.parallel.data import ShardedStage
+from fourfold.parallel.groups import Groups
+from fourfold.parallel.tensor import placement_of, sharded_ops
+from fourfold.recipe import RunPlan, is_frozen
+
+WeightSource = Callable[[str, tuple[int, ...], tuple[slice, ...]], Tensor]
+"""(name, shape, slices) -> that part of a weight, float32. Reading a part must not need the whole in memory."""
+
+TIED_HEAD, TIED_EMBEDDING = "output.weight", "tok_embeddings.weight"
+
+
+def build_stages(
+    plan: RunPlan, groups: Groups, *, weights: WeightSource, dtype: torch.dtype, device: torch.device
+) -> dict[int, ShardedStage]:
+    """This rank's virtual stages by global index, with weights from ``weights``; ``dtype`` is that of computation."""
+    ops = sharded_ops(plan.config, groups)
+    return {
+        stage.index: ShardedStage(
+            _build(stage, plan, groups, ops, weights, device), mesh=groups.fsdp_mesh, zero=plan.zero, dtype=dtype
+        )
+        for stage in plan.stages
+        if stage.index % plan.grid.pp == groups.pp_rank
+    }
+
+
+def _build(
+    stage: Stage, plan: RunPlan, groups: Groups, ops: Ops, weights: WeightSource, device: torch.device
+) -> Llama:
+    with torch.device("meta"):
+        module = Llama(plan.config, layers=stage.layers, embedding=stage.embedding, head=stage.head, ops=ops)
+        if module.output is not None and module.output is module.tok_embeddings:
+            # Both ends of a tied model get a copy, also where they meet in one process: FSDP2 would sum the gradients of a
+            # shared one in the dtype of computation. Their gradients are summed in fp32 at the end of the step.
+            module.output = type(module.output)(*module.output.weight.shape)
+    for name, parameter in list(module.named_parameters()):
+        holder = module.get_submodule(name.rpartition(".")[0])
+        shape = tuple(parameter.shape)
+        source = TIED_EMBEDDING if plan.config.tied and name == TIED_HEAD else name
+        placement = placement_of(name, plan.config, groups.tp.size)
+        slices = [slice(None)] * len(shape)
+        if isinstance(placement, Shard):
+            share = shape[placement.dim] // groups.tp.size
+            slices[placement.dim] = slice(groups.tp.rank * share, (groups.tp.rank + 1) * share)
+        local = weights(source, shape, tuple(slices)).to(device)
+        whole = DTensor.from_local(
+            local, groups.tp_mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        trained = not is_frozen(name, plan.recipe.train.freeze, tied=plan.config.tied)
+        holder.register_parameter("weight", nn.Parameter(whole, requires_grad=trained))
+    return module
+
+
+def from_state(state: Mapping[str, Tensor]) -> WeightSource:
+    """Weights from a state dict of whole tensors."""
+
+    def read(name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
+        if tuple(state[name].shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(state[name].shape)}, the model needs {shape}")
+        return state[name][slices].to(torch.float32, copy=True)
+
+    return read

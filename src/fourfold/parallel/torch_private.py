@@ -1,0 +1,48 @@
+"""Every private name of PyTorch that Fourfold uses, checked on torch 2.13.0. The pin in constraints.txt guards them."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """The dimensions of a mesh as one. Unlike a mesh made from a list of ranks it stays related to the mesh it came from."""
+    return mesh._flatten(name)
+
+
+def reduce_gradients(stage: nn.Module) -> None:
+    """Reduce-scatters now what ``stage``'s backwards have accumulated in its FSDP groups.
+
+    FSDP2 reduces inside a backward; a schedule wants to say when. These are the steps that FSDP2 runs at the end of a
+    backward with gradient sync on, and that ``torch.distributed.pipelining`` runs for its REDUCE_GRAD action.
+    """
+    assert isinstance(stage, FSDPModule)
+    stage.set_is_last_backward(True)
+    stage.set_requires_gradient_sync(True)
+    root = fully_shard.state(stage)  # type: ignore[attr-defined]
+    for state in root._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
+            group.post_backward()
+    root._root_post_backward_final_callback()
+    stage.set_is_last_backward(False)
+    stage.set_requires_gradient_sync(False)
+
+
+def whole_tensor(tensor: DTensor) -> Tensor:
+    """The whole of a tensor that is sharded over TP and FSDP, as a copy. A collective of all its ranks.
+
+    PyTorch logs once per call that the two gathers could be one; they cannot, FSDP and TP shards interleave.
+    """
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    former = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        # full_tensor aliases the weight where a group has one member.
+        return tensor.detach().full_tensor().clone()
+    finally:
+        logger.setLevel(former)

@@ -1,0 +1,146 @@
+"""What a recipe means, before anything runs: parameters and bytes per rank, schedule, bubble, ZeRO mode and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fourfold.layout import play
+from fourfold.planner.arithmetic import (
+    Bytes,
+    StageCount,
+    count_parameters,
+    count_stages,
+    count_trained,
+    moments_per_parameter,
+    rank_bytes,
+)
+from fourfold.recipe import RunPlan
+
+
+@dataclass(frozen=True, slots=True)
+class RankConsequences:
+    """One pipeline rank; its tp, cp and dp peers hold as much."""
+
+    pp_rank: int
+    stages: tuple[int, ...]  # global indices of its virtual stages
+    num_layers: int
+    embedding: bool
+    head: bool
+    parameters: int  # that one GPU computes with, after tensor parallelism
+    trained_parameters: int
+    bytes: Bytes
+    warmup: int  # forwards before its first backward
+    in_flight_peak: int  # (micro-batch, stage) pairs whose activations are alive at once
+    reduce_scatters: int  # per step, counted per virtual stage
+
+
+@dataclass(frozen=True, slots=True)
+class Consequences:
+    """Everything that `fourfold train` prints before it starts, and `fourfold plan` answers."""
+
+    name: str
+    description: str  # of the model, one line
+    parameters: int  # of the whole model, each once
+    trained_parameters: int  # of them not frozen; equal to parameters as a rule
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    num_ranks: int
+    dtype: str
+    optimizer: str
+    sequences: int  # per step, all ranks
+    seq_len: int
+    tokens_per_step: int
+    sequences_per_dp_group: int
+    micro_batch: int  # sequences
+    num_micro_batches: int
+    schedule: str  # the kind that runs
+    virtual_stages: int
+    nc: int
+    rounds: tuple[int, ...]
+    bubble_over_compute: float  # idle / computing time, for equal stages and backward = 2 forward
+    bubble_over_total: float  # idle / all time
+    fallback: str | None  # why another schedule runs than was asked for
+    zero: int
+    zero_reason: str
+    num_frozen_stages: int
+    ranks: tuple[RankConsequences, ...]  # by pipeline rank
+    step_seconds: float | None  # None: unknown
+
+
+def consequences(plan: RunPlan) -> Consequences:
+    """Derives everything from a plan. Pure arithmetic: no torch, no files, milliseconds."""
+    recipe, config, schedule, grid = plan.recipe, plan.config, plan.schedule, plan.grid
+    timeline = play(schedule)
+    freeze = recipe.train.freeze
+    counts = count_stages(config, plan.stages, tp=grid.tp, num_shards=grid.dp * grid.cp, freeze=freeze)
+    return Consequences(
+        name=recipe.output.name,
+        description=_describe(plan),
+        parameters=count_parameters(config).total,
+        trained_parameters=count_trained(config, freeze),
+        tp=grid.tp,
+        cp=grid.cp,
+        pp=grid.pp,
+        dp=grid.dp,
+        num_ranks=grid.size,
+        dtype=recipe.train.dtype,
+        optimizer=recipe.optimizer.name,
+        sequences=recipe.batch.sequences,
+        seq_len=recipe.batch.seq_len,
+        tokens_per_step=recipe.batch.sequences * recipe.batch.seq_len,
+        sequences_per_dp_group=plan.sequences_per_dp_group,
+        micro_batch=recipe.pipeline.micro_batch,
+        num_micro_batches=plan.num_micro_batches,
+        schedule=schedule.kind,
+        virtual_stages=schedule.v,
+        nc=schedule.nc,
+        rounds=schedule.rounds,
+        bubble_over_compute=timeline.bubble_over_compute,
+        bubble_over_total=timeline.bubble_over_total,
+        fallback=schedule.fallback,
+        zero=plan.zero,
+        zero_reason=plan.zero_reason,
+        num_frozen_stages=schedule.num_frozen_stages,
+        ranks=tuple(_rank(plan, pp_rank, counts) for pp_rank in range(grid.pp)),
+        step_seconds=None,
+    )
+
+
+def _rank(plan: RunPlan, pp_rank: int, counts: Sequence[StageCount]) -> RankConsequences:
+    schedule, optimizer = plan.schedule, plan.recipe.optimizer
+    mine, held = plan.stages[pp_rank :: schedule.pp], counts[pp_rank :: schedule.pp]
+    return RankConsequences(
+        pp_rank=pp_rank,
+        stages=tuple(stage.index for stage in mine),
+        num_layers=sum(len(stage.layers) for stage in mine),
+        embedding=any(stage.embedding for stage in mine),
+        head=any(stage.head for stage in mine),
+        parameters=sum(c.held for c in held),
+        trained_parameters=sum(c.trained for c in held),
+        bytes=rank_bytes(
+            pp_rank,
+            schedule=schedule,
+            counts=counts,
+            dtype=plan.recipe.train.dtype,
+            num_moments=moments_per_parameter(optimizer.name, momentum=optimizer.momentum),
+        ),
+        warmup=schedule.warmup[pp_rank],
+        in_flight_peak=schedule.in_flight_peak[pp_rank],
+        reduce_scatters=schedule.reduce_scatters[pp_rank],
+    )
+
+
+def _describe(plan: RunPlan) -> str:
+    """The model in one line, in the words of its papers."""
+    config, model = plan.config, plan.recipe.model
+    name = model.preset or model.path or ""
+    parts = [
+        f"{config.num_layers} layers of width {config.dim:,}",
+        f"{config.num_heads} heads ({config.num_kv_heads} key-value)",
+        f"ffn {config.ffn_dim:,}",
+        f"vocabulary {config.vocab_size:,}" + (" (tied)" if config.tied else ""),
+    ]
+    return (f"{name}: " if name else "") + ", ".join(parts)

@@ -1,0 +1,166 @@
+"""From a recipe to a plan: every rule is checked, then every derived value is made, once, for all who read it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fourfold.layout import Grid, Schedule, Stage, generate, partition
+from fourfold.recipe.errors import Problem, RecipeError, nearest_name
+from fourfold.recipe.load import from_table, to_table
+from fourfold.recipe.model import PRESETS, ModelConfig, RopeScaling, config_from_hf, preset
+from fourfold.recipe.parameters import is_frozen, stage_shapes
+from fourfold.recipe.rules import broken_freeze, broken_rules
+from fourfold.recipe.schema import Model, Recipe, RopeScalingTable
+
+DEFAULT_PRESET = "tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """A legal recipe with everything that follows from it. Made by `check` only."""
+
+    recipe: Recipe
+    config: ModelConfig
+    grid: Grid
+    stages: tuple[Stage, ...]  # all virtual stages, by global index
+    schedule: Schedule  # what really runs; its fallback says why, if it is not what was asked
+    zero: int
+    zero_reason: str  # a sentence with the numbers
+    num_micro_batches: int  # per step and DP group
+    sequences_per_dp_group: int  # the paper's bs
+
+
+def check(recipe: Recipe) -> RunPlan:
+    """Checks a recipe and derives the plan of its run.
+
+    Raises:
+        RecipeError: with every problem there is, each by key, value, rule and nearest legal values.
+    """
+    recipe = from_table(to_table(recipe))  # a recipe made in Python has not had its types checked
+    base, problems = _base_config(recipe.model)
+    values = _flat(recipe, base)
+    problems += broken_rules(values)
+    config = None if any(problem.key.startswith("model.") for problem in problems) else _config(values)
+    if config is not None:
+        problems += broken_freeze(recipe.train.freeze, config)
+    if problems or config is None:
+        raise RecipeError(problems)
+
+    layout, pipeline = recipe.layout, recipe.pipeline
+    per_group = recipe.batch.sequences // layout.dp
+    stages = partition(config.num_layers, pp=layout.pp, v=pipeline.virtual_stages, split=pipeline.split)
+    kind, zero, reason = choose_schedule(recipe)
+    num_micro_batches = per_group // pipeline.micro_batch
+    schedule = generate(
+        pp=layout.pp,
+        v=pipeline.virtual_stages,
+        num_micro_batches=num_micro_batches,
+        kind=kind,
+        nc=pipeline.nc,
+        zero=zero,
+        num_frozen_stages=num_frozen_stages(config, stages, recipe.train.freeze),
+    )
+    return RunPlan(
+        recipe=recipe,
+        config=config,
+        grid=Grid(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp),
+        stages=stages,
+        schedule=schedule,
+        zero=zero,
+        zero_reason=reason,
+        num_micro_batches=num_micro_batches,
+        sequences_per_dp_group=per_group,
+    )
+
+
+def choose_schedule(recipe: Recipe) -> tuple[str, int, str]:
+    """Kind of schedule, ZeRO mode and the reason for the mode, where the recipe says "auto" by the paper's rule.
+
+    ISCA'25 3.1.3, with bs = sequences per DP group: bs >= 2 pp gives ZeRO-1 and 1F1B, interleaved if v > 1; a smaller
+    bs gives ZeRO-2 and all-forward-all-backward, where one stage's gradients at a time are alive anyway.
+    """
+    layout, pipeline = recipe.layout, recipe.pipeline
+    per_group, pp, v = recipe.batch.sequences // layout.dp, layout.pp, pipeline.virtual_stages
+    enough = per_group >= 2 * pp
+    by_rule = ("interleaved" if v > 1 else "1f1b") if enough else "afab"
+    kind: str = pipeline.schedule
+    if kind == "auto":
+        kind = by_rule if pipeline.nc is None else "flexible"
+    if layout.zero != "auto":
+        return kind, layout.zero, f"ZeRO-{layout.zero}: set by layout.zero"
+    numbers = f"bs = {per_group} sequences per DP group {'>=' if enough else '<'} 2 x pp = {2 * pp}"
+    if enough:
+        return kind, 1, f"ZeRO-1: {numbers}, so each stage keeps its gradients whole and reduces them once a step"
+    return kind, 2, f"ZeRO-2: {numbers}, so the gradients of one stage at a time are whole"
+
+
+def num_frozen_stages(config: ModelConfig, stages: tuple[Stage, ...], freeze: tuple[str, ...]) -> int:
+    """How many leading stages have no parameter to train: no gradient is computed for them, nor sent to them."""
+    for index, shapes in enumerate(stage_shapes(config, stages)):
+        if not all(is_frozen(name, freeze, tied=config.tied) for name in shapes):
+            return index
+    raise AssertionError("train.freeze leaves nothing to train: refused earlier")
+
+
+def _base_config(model: Model) -> tuple[ModelConfig, list[Problem]]:
+    """The model that the hyper-parameters override: a preset, or what a Hugging Face directory says."""
+    fallback = preset(DEFAULT_PRESET)
+    if model.path is not None:
+        problems = []
+        if model.preset is not None:
+            problems.append(Problem("model.path", model.path, f'cannot be given with model.preset = "{model.preset}"'))
+        file = Path(model.path) / "config.json"
+        try:
+            return config_from_hf(dict(json.loads(file.read_text(encoding="utf-8")))), problems
+        except OSError as error:
+            rule = f"must be a directory in Hugging Face format; {file}: {error.strerror}"
+        except (ValueError, TypeError) as error:
+            rule = f"{file} cannot be used: {error}"
+        except KeyError as error:
+            rule = f"{file} cannot be used: {error} is missing"
+        return fallback, [*problems, Problem("model.path", model.path, rule)]
+    if model.preset is None or model.preset in PRESETS:
+        return preset(model.preset or DEFAULT_PRESET), []
+    near = nearest_name(model.preset, PRESETS)
+    return fallback, [
+        Problem("model.preset", model.preset, f"must be one of {', '.join(PRESETS)}", (near,) if near else ())
+    ]
+
+
+def _flat(recipe: Recipe, base: ModelConfig) -> dict[str, Any]:
+    """Full key -> value, the model's with what they override."""
+    values = {
+        f"{name}.{key}": getattr(getattr(recipe, name), key)
+        for name in recipe.__struct_fields__
+        for key in getattr(recipe, name).__struct_fields__
+    }
+    derived = base.head_dim * base.num_heads == base.dim
+    for field in fields(ModelConfig):
+        key = f"model.{field.name}"
+        if values[key] is None and field.name != "rope_scaling":
+            values[key] = 0 if field.name == "head_dim" and derived else getattr(base, field.name)
+    scaling = _scaling(values.pop("model.rope_scaling"), base.rope_scaling)
+    if scaling is not None:
+        values |= {f"model.rope_scaling.{field.name}": getattr(scaling, field.name) for field in fields(RopeScaling)}
+    return values
+
+
+def _scaling(table: RopeScalingTable | str | None, base: RopeScaling | None) -> RopeScaling | None:
+    """What the recipe's table gives, over what the base has, over Llama 3.1."""
+    if table is None:
+        return base
+    if isinstance(table, str):
+        return None
+    start = base or RopeScaling()
+    given = {name: getattr(table, name) for name in table.__struct_fields__}
+    return RopeScaling(**{name: getattr(start, name) if value is None else value for name, value in given.items()})
+
+
+def _config(values: dict[str, Any]) -> ModelConfig:
+    prefix = "model.rope_scaling."
+    scaling = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+    given = {field.name: values[f"model.{field.name}"] for field in fields(ModelConfig) if field.name != "rope_scaling"}
+    return ModelConfig(**given, rope_scaling=RopeScaling(**scaling) if scaling else None)

@@ -1,0 +1,192 @@
+"""Tables and sentences for the terminal. On a terminal with colour and lines, else as plain ASCII that greps well."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from fourfold.planner import Consequences, RankConsequences
+
+_PLAIN_WIDTH = 400  # characters; plain output is never wrapped, one statement stays one line
+_ORDER = {
+    "afab": "afab (all forwards, then all backwards)",
+    "1f1b": "1f1b (one forward, one backward in turn)",
+    "interleaved": "interleaved 1f1b",
+    "flexible": "flexible interleaved 1f1b",
+}
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with a binary unit, three digits: 5.94 GiB, 12.0 MiB, 512 B."""
+    unit, size = _unit(count)
+    return f"{count:.0f} B" if size == 1 else f"{_three_digits(count / size)} {unit}"
+
+
+def _unit(count: float) -> tuple[str, int]:
+    """The largest binary unit that fits, and its bytes."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        # Not 1024 KiB but 1.00 MiB, also where only rounding reaches the next unit.
+        if count >= size * 0.9995:
+            return unit, size
+    return "B", 1
+
+
+def format_count(count: float) -> str:
+    """A large number with T, B (1e9), M or k, three digits: 405 B, 8.03 B, 3.1 k; small ones as they are."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size * 0.9995:
+            return f"{_three_digits(count / size)} {unit}"
+    return f"{count:.0f}"
+
+
+def _three_digits(value: float) -> str:
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f}"
+
+
+def print_consequences(what: Consequences, *, file: TextIO | None = None) -> None:
+    """Prints the consequences of a recipe; pretty where `file` (default stdout) is a terminal, plain elsewhere."""
+    file = sys.stdout if file is None else file
+    if file.isatty():
+        Console(file=file).print(_render(what, pretty=True))
+    else:
+        print(consequences_text(what), file=file)
+
+
+def consequences_text(what: Consequences) -> str:
+    """The plain form: ASCII, no colour, no wrapping, no trailing spaces."""
+    out = io.StringIO()
+    Console(file=out, width=_PLAIN_WIDTH, color_system=None, force_terminal=False).print(_render(what, pretty=False))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _render(what: Consequences, *, pretty: bool) -> RenderableType:
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold cyan", no_wrap=True)
+    facts.add_column()
+    for label, sentence in _facts(what):
+        facts.add_row(label, Text(sentence, style="yellow" if label == "note" else ""))
+    legend = Text(_legend(what), style="dim")
+    title = Text.assemble("Plan of run ", (what.name, "bold"))
+    return Group(
+        title, Padding(facts, (0, 0, 1, 2)), Text(_title(what), style="bold"), _memory(what, pretty=pretty), legend
+    )
+
+
+def _facts(what: Consequences) -> list[tuple[str, str]]:
+    """Label and sentence of each line, the most important first."""
+    facts = [
+        ("model", f"{what.description}: {format_count(what.parameters)} parameters"),
+        ("ranks", f"{what.num_ranks:,} = tp {what.tp} x cp {what.cp} x pp {what.pp} x dp {what.dp}"),
+        ("step", f"{_many(what.sequences, 'sequence')} of {what.seq_len:,} tokens = {what.tokens_per_step:,} tokens"),
+        ("pipeline", _pipeline(what)),
+        ("bubble", _bubble(what)),
+        ("sharding", what.zero_reason),
+    ]
+    if what.trained_parameters != what.parameters:
+        trained = f"{format_count(what.trained_parameters)} of {format_count(what.parameters)} parameters are trained"
+        if what.num_frozen_stages:
+            trained += f"; no backward in the first {what.num_frozen_stages} of {what.pp * what.virtual_stages} stages"
+        facts.append(("frozen", trained))
+    if what.fallback:
+        facts.append(("note", what.fallback))
+    if what.step_seconds is not None:
+        facts.append(
+            ("time", f"{what.step_seconds:.3g} s per step, {what.tokens_per_step / what.step_seconds:,.0f} tokens/s")
+        )
+    return facts
+
+
+def _pipeline(what: Consequences) -> str:
+    batches = f"{_micro_batches(what)} of {_many(what.micro_batch, 'sequence')} per DP group"
+    if what.pp == 1 and what.virtual_stages == 1:
+        return f"none (pp = 1); {batches}, {what.schedule}"
+    stages = f"{_many(what.virtual_stages, 'stage')} per rank"
+    rounds = "" if what.schedule == "afab" else f" in {_rounds(what.rounds)}"
+    return f"{_ORDER[what.schedule]}, {stages}; {batches}{rounds}"
+
+
+def _rounds(rounds: Sequence[int]) -> str:
+    """1 round of 6; 2 rounds of 16; 1 round of 5 and 2 of 4."""
+    (size, count), *rest = Counter(rounds).items()
+    return " and ".join([f"{_many(count, 'round')} of {size}", *(f"{count} of {size}" for size, count in rest)])
+
+
+def _bubble(what: Consequences) -> str:
+    if what.bubble_over_compute < 1e-9:
+        return "none: no rank waits for another stage"
+    over_compute, over_total = f"{what.bubble_over_compute:.1%}", f"{what.bubble_over_total:.1%}"
+    numbers = f"pp = {what.pp}, {_micro_batches(what)}, {_many(what.virtual_stages, 'stage')} per rank"
+    return f"ranks idle for {over_compute} of their computing time, {over_total} of the step ({numbers})"
+
+
+def _memory(what: Consequences, *, pretty: bool) -> Table:
+    _, size = _unit(max(rank.bytes.total for rank in what.ranks))
+    table = Table(box=box.SIMPLE_HEAD if pretty else None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("pp rank", no_wrap=True)
+    table.add_column("holds")
+    for title in ("parameters", "weights", "gradients", "kept", "sum", "in flight"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for _, alike in groupby(what.ranks, key=_content):
+        ranks = list(alike)
+        first, last = ranks[0], ranks[-1]
+        live = sorted({first.in_flight_peak, last.in_flight_peak})
+        held = first.bytes
+        kinds = (held.weights, held.gradients + held.gradient_shards, held.master + held.optimizer, held.total)
+        table.add_row(
+            f"{first.pp_rank}" if first is last else f"{first.pp_rank}-{last.pp_rank}",
+            _holds(first),
+            format_count(first.parameters),
+            *(_three_digits(number / size) for number in kinds),
+            "-".join(map(str, live)),
+        )
+    return table
+
+
+def _title(what: Consequences) -> str:
+    largest = max(what.ranks, key=lambda rank: rank.bytes.total)
+    unit, _ = _unit(largest.bytes.total)
+    where = f" (pp rank {largest.pp_rank})" if what.pp > 1 else ""
+    return f"Memory per rank in {unit}, without activations; at most {format_bytes(largest.bytes.total)}{where}"
+
+
+def _legend(what: Consequences) -> str:
+    moments = ""
+    if any(rank.bytes.optimizer for rank in what.ranks):
+        moments = {"adamw": " and AdamW's two moments", "sgd": " and SGD's momentum"}[what.optimizer]
+    shared = f", shared by dp x cp = {what.dp * what.cp} ranks" if what.dp * what.cp > 1 else ""
+    return (
+        f"weights: {what.dtype}, gathered to compute with. gradients: float32 sums. "
+        f"kept: float32 master weights{moments}{shared}. "
+        "in flight: most (micro-batch, stage) pairs whose activations are alive at once."
+    )
+
+
+def _content(rank: RankConsequences) -> tuple[object, ...]:
+    """Neighbouring ranks that agree in this share a line."""
+    return rank.embedding, rank.head, rank.num_layers, rank.parameters, rank.bytes
+
+
+def _holds(rank: RankConsequences) -> str:
+    parts = ["embedding"] if rank.embedding else []
+    if rank.num_layers:
+        parts.append(_many(rank.num_layers, "layer"))
+    return " + ".join([*parts, "head"] if rank.head else parts) or "nothing"
+
+
+def _micro_batches(what: Consequences) -> str:
+    return _many(what.num_micro_batches, "micro-batch", "micro-batches")
+
+
+def _many(count: int, one: str, several: str | None = None) -> str:
+    return f"{count:,} {one if count == 1 else several or f'{one}s'}"
