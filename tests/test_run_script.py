@@ -366,6 +366,35 @@ def test_failure_is_a_sentence_and_leaves_nothing(clone: Clone) -> None:
     assert not clone.venv.exists()
 
 
+def with_system_torch(clone: Clone, version: str) -> Clone:
+    """The clone's Python has torch of itself, and pip has none to offer."""
+    [wheel] = clone.packages.iterdir()
+    absent = clone.without("ensurepip").root.parent / "absent"
+    zipfile.ZipFile(wheel).extractall(absent)
+    wheel.unlink()
+    (absent / "torch.py").write_text(f"__version__ = {version!r}\n")
+    info = (absent / "torch-2.13.0.dist-info").rename(absent / f"torch-{version}.dist-info")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    return clone
+
+
+def test_system_torch_is_used(clone: Clone) -> None:
+    with_system_torch(clone, "2.13.1")
+    code, out, err = clone.run("--system-torch", "plan")
+    assert (code, json.loads(out)[0]) == (0, ["plan"])
+    assert "without torch" in err
+    assert not list(clone.venv.glob("lib/python3.*/site-packages/torch*"))
+    assert clone.run("plan")[2] == ""
+
+
+def test_system_torch_of_another_version_is_refused(clone: Clone) -> None:
+    code, out, err = with_system_torch(clone, "2.12.0").run("--system-torch", "plan")
+    assert (code, out) == (1, "")
+    assert "torch is 2.12.0" in err
+    assert "has no release of torch 2.13" in err.splitlines()[-1]
+    assert not clone.venv.exists()
+
+
 def test_change_of_the_constraints_makes_it_anew(clone: Clone) -> None:
     clone.without("ensurepip")
     assert clone.run("plan")[0] == 0

@@ -128,6 +128,7 @@ def varlen_in_a_loop(q: Tensor, k: Tensor, v: Tensor, index: RunIndex) -> Tensor
     return out
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("cp", "strategy"), SPLITS)
 def test_index_of_the_cuda_kernels(rows: list[list[int]], cp: int, strategy: str) -> None:

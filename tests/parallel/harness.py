@@ -204,14 +204,23 @@ def _compare_tensors(got: dict[str, Tensor], want: dict[str, Tensor], tolerance:
         a = got[name]
         padding = a[b.shape[0] :]
         assert not padding.any(), f"{what} {name}: the padded rows are not zero"
-        error = torch.linalg.vector_norm((a[: b.shape[0]] - b).double()) / torch.linalg.vector_norm(b.double()).clamp_min(1e-30)
+        error = torch.linalg.vector_norm((a[: b.shape[0]] - b).double()) / torch.linalg.vector_norm(
+            b.double()
+        ).clamp_min(1e-30)
         assert error <= tolerance, f"{what} {name}: relative error {error:.2e}"  # also false for NaN
 
 
 def check_case(case: Case) -> Outcome:
     """Runs a case and compares it with REF."""
     got = run(case)
-    compare(got, reference(replace(case, tp=1, cp=1, pp=1, v=1, nc=None, schedule="auto", zero="auto", split="even", cp_split="head_tail")))
+    compare(
+        got,
+        reference(
+            replace(
+                case, tp=1, cp=1, pp=1, v=1, nc=None, schedule="auto", zero="auto", split="even", cp_split="head_tail"
+            )
+        ),
+    )
     return got
 
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
-import tomlkit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.recipe import Recipe, RecipeError, from_table, load, to_table, to_toml
+from fourfold.recipe import Recipe, RecipeError, from_table, load, to_toml
 
 FIVE_LINES = """
 [model]
@@ -81,9 +80,7 @@ class TestLoad:
     def test_an_override_reaches_a_nested_table(self, recipe_file: Path) -> None:
         scaling = load(recipe_file, ["model.rope_scaling.factor=16"]).model.rope_scaling
         assert isinstance(scaling, msgspec.Struct)
-        assert to_table(Recipe(model=load(recipe_file, ["model.rope_scaling.factor=16"]).model))["model"][
-            "rope_scaling"
-        ] == {"factor": 16.0}
+        assert msgspec.to_builtins(scaling)["factor"] == 16.0
 
     def test_the_last_override_wins(self, recipe_file: Path) -> None:
         assert load(recipe_file, ["batch.sequences=16", "batch.sequences=32"]).batch.sequences == 32
@@ -94,13 +91,19 @@ class TestRefusals:
         ("table", "message"),
         [
             ({"layout": {"tpp": 2}}, "layout.tpp: unknown key; did you mean layout.tp?"),
-            ({"pipeline": {"virtual_stage": 2}}, "pipeline.virtual_stage: unknown key; did you mean pipeline.virtual_stages?"),
+            (
+                {"pipeline": {"virtual_stage": 2}},
+                "pipeline.virtual_stage: unknown key; did you mean pipeline.virtual_stages?",
+            ),
             ({"layuot": {"tp": 2}}, "layuot: unknown key; did you mean layout?"),
-            ({"optimizer": {"steps": 2}}, "optimizer.steps: unknown key; did you mean optimizer.eps?"),
+            ({"optimizer": {"steps": 2}}, "optimizer.steps: unknown key; did you mean train.steps?"),
             ({"batch": {"gpus_per_node": 2}}, "batch.gpus_per_node: unknown key; did you mean cluster.gpus_per_node?"),
             ({"tp": 2}, "tp: unknown key; did you mean layout.tp?"),
             ({"layout": {"qqqqqq": 2}}, "layout.qqqqqq: unknown key"),
-            ({"model": {"rope_scaling": {"factr": 2}}}, "model.rope_scaling.factr: unknown key; did you mean model.rope_scaling.factor?"),
+            (
+                {"model": {"rope_scaling": {"factr": 2}}},
+                "model.rope_scaling.factr: unknown key; did you mean model.rope_scaling.factor?",
+            ),
             ({"layout": 2}, "layout = 2: is a section; write keys under [layout]"),
             ({"layout": {"tp": "two"}}, 'layout.tp = "two": must be an integer'),
             ({"layout": {"tp": 2.0}}, "layout.tp = 2.0: must be an integer"),
@@ -117,7 +120,7 @@ class TestRefusals:
             ({"model": {"tied": "yes"}}, 'model.tied = "yes": must be true or false'),
             ({"model": {"rope_scaling": "off"}}, 'model.rope_scaling = "off": must be "none" or a table with factor'),
             ({"train": {"freeze": "layers.0"}}, 'train.freeze = "layers.0": must be a list of texts'),
-            ({"train": {"dtype": "float16"}}, 'nearest legal: "float32"'),
+            ({"train": {"dtype": "float16"}}, 'nearest legal: "bfloat16"'),
             ({"data": {"source": 3}}, "data.source = 3: must be text in quotes"),
         ],
     )
@@ -134,7 +137,9 @@ class TestRefusals:
 
     @pytest.mark.parametrize("override", ["layout.tp", "tp=4", "=4", "layout.=4", ".tp=4", "lay out.tp=4", ""])
     def test_malformed_override(self, recipe_file: Path, override: str) -> None:
-        with pytest.raises(RecipeError, match=r"override .*: must be section\.key=value, such as layout\.tp=4") as caught:
+        with pytest.raises(
+            RecipeError, match=r"override .*: must be section\.key=value, such as layout\.tp=4"
+        ) as caught:
             load(recipe_file, [override])
         assert f'"{override}"' in str(caught.value)
 
@@ -172,7 +177,7 @@ class TestFiles:
             load(recipe_file.with_name("fiv.toml"))
 
     def test_missing_file_without_a_similar_one(self, tmp_path: Path) -> None:
-        with pytest.raises(RecipeError, match="no such file$"):
+        with pytest.raises(RecipeError, match=r"no such file$"):
             load(tmp_path / "nowhere" / "x.toml")
 
     def test_a_directory(self, tmp_path: Path) -> None:
@@ -212,7 +217,9 @@ RECIPES = st.fixed_dictionaries(
         "layout": st.fixed_dictionaries({}, optional={"tp": COUNTS, "zero": st.sampled_from(["auto", 1, 2, 3])}),
         "pipeline": st.fixed_dictionaries({}, optional={"split": st.just("even") | st.lists(COUNTS), "nc": COUNTS}),
         "data": st.fixed_dictionaries({}, optional={"source": TEXTS, "tokenizer": TEXTS}),
-        "optimizer": st.fixed_dictionaries({}, optional={"lr": NUMBERS, "betas": st.tuples(NUMBERS, NUMBERS).map(list)}),
+        "optimizer": st.fixed_dictionaries(
+            {}, optional={"lr": NUMBERS, "betas": st.tuples(NUMBERS, NUMBERS).map(list)}
+        ),
         "train": st.fixed_dictionaries({}, optional={"freeze": st.lists(TEXTS)}),
     },
 )
@@ -223,9 +230,7 @@ class TestToml:
     @given(RECIPES)
     def test_round_trip(self, table: dict[str, Any]) -> None:
         recipe = from_table(table)
-        text = to_toml(recipe)
-        assert from_table(tomllib.loads(text)) == recipe
-        assert from_table(tomlkit.parse(text).unwrap()) == recipe  # a reader that is not ours nor the one we read with
+        assert from_table(tomllib.loads(to_toml(recipe))) == recipe
 
     def test_every_key_is_written(self) -> None:
         written = tomllib.loads(to_toml(Recipe()))

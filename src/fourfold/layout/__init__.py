@@ -1,7 +1,17 @@
 """How work is laid over ranks. Pure integers and times; no torch."""
 
 from fourfold.layout.actions import Action, Kind
-from fourfold.layout.documents import PackedTokens, Run, Segment, Shard, attention_pairs, describe, label_validity, pack, shards
+from fourfold.layout.documents import (
+    PackedTokens,
+    Run,
+    Segment,
+    Shard,
+    attention_pairs,
+    describe,
+    label_validity,
+    pack,
+    shards,
+)
 from fourfold.layout.grid import Coordinates, Grid
 from fourfold.layout.labels import Label, parse_label
 from fourfold.layout.partition import Costs, Stage, balanced, partition

@@ -53,7 +53,9 @@ class Action(NamedTuple):
         match = _PATTERN.fullmatch(text)
         kinds = {kind.value: kind for kind in Kind}
         if match is None or match[2] not in kinds:
-            raise ValueError(f"action {text!r}: must be STAGE KIND MICRO_BATCH without spaces, KIND one of {sorted(kinds)}")
+            raise ValueError(
+                f"action {text!r}: must be STAGE KIND MICRO_BATCH without spaces, KIND one of {sorted(kinds)}"
+            )
         return cls(kinds[match[2]], int(match[1]), int(match[3]) if match[3] else NO_MICRO_BATCH)
 
     @property

@@ -88,13 +88,17 @@ def _table(value: ArrayLike, shape: tuple[int, ...], name: str) -> Times:
     try:
         table = np.broadcast_to(array, shape)
     except ValueError:
-        raise ValueError(f"{name}: an array of shape {array.shape} fits no shape {shape}; give a number, or one per stage") from None
+        raise ValueError(
+            f"{name}: an array of shape {array.shape} fits no shape {shape}; give a number, or one per stage"
+        ) from None
     if not (table >= 0).all():
         raise ValueError(f"{name}: durations must be numbers >= 0")
     return table
 
 
-def _run(previous: list[int], needs: list[int], duration: list[float], delay: list[float]) -> tuple[list[float], list[float]]:
+def _run(
+    previous: list[int], needs: list[int], duration: list[float], delay: list[float]
+) -> tuple[list[float], list[float]]:
     """The hot loop. ``end`` has one more entry than there are actions: that of the action 'none', at time 0."""
     end = [0.0] * (len(previous) + 1)
     start = [0.0] * len(previous)
@@ -202,7 +206,11 @@ class Timeline:
         schedule = self.program.schedule
         events = []
         for i, action in enumerate(self.program.actions):
-            if self.program.pp_rank[i] == pp_rank and action.kind in COMPUTE and action.stage >= schedule.num_frozen_stages:
+            if (
+                self.program.pp_rank[i] == pp_rank
+                and action.kind in COMPUTE
+                and action.stage >= schedule.num_frozen_stages
+            ):
                 events.append((self.start[i], 1) if action.kind is Kind.FORWARD else (self.end[i], -1))
         events.sort()  # at one time, ends come first: -1 < 1
         return np.array([t for t, _ in events]), np.cumsum([change for _, change in events], dtype=np.int64)
@@ -229,4 +237,6 @@ def play(
     Raises:
         ValueError: a negative duration, a wrong shape, or a schedule that deadlocks.
     """
-    return compile_program(schedule).play(forward=forward, backward=backward, message=message, gather=gather, reduce=reduce)
+    return compile_program(schedule).play(
+        forward=forward, backward=backward, message=message, gather=gather, reduce=reduce
+    )

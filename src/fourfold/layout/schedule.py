@@ -104,7 +104,9 @@ def generate(
     wanted_nc = nc if nc is not None else (num_micro_batches if kind == "afab" else pp)
     fallback = None
     if kind != "afab" and wanted_nc < pp:
-        fallback = f"nc = {wanted_nc} is smaller than pp = {pp}: such rounds would deadlock, so all forwards run first (afab)"
+        fallback = (
+            f"nc = {wanted_nc} is smaller than pp = {pp}: such rounds would deadlock, so all forwards run first (afab)"
+        )
     elif kind != "afab" and num_micro_batches < pp:
         fallback = (
             f"{num_micro_batches} micro-batches are fewer than pp = {pp}: the pipeline never fills, "
@@ -132,8 +134,15 @@ def generate(
     )
 
 
-def _check(pp: int, v: int, num_micro_batches: int, kind: str, nc: int | None, zero: int, num_frozen_stages: int) -> None:
-    for name, value in (("pp", pp), ("v", v), ("num_micro_batches", num_micro_batches), ("nc", 1 if nc is None else nc)):
+def _check(
+    pp: int, v: int, num_micro_batches: int, kind: str, nc: int | None, zero: int, num_frozen_stages: int
+) -> None:
+    for name, value in (
+        ("pp", pp),
+        ("v", v),
+        ("num_micro_batches", num_micro_batches),
+        ("nc", 1 if nc is None else nc),
+    ):
         if value < 1:
             raise ValueError(f"{name} = {value}: must be at least 1")
     if kind not in KINDS:
@@ -141,16 +150,24 @@ def _check(pp: int, v: int, num_micro_batches: int, kind: str, nc: int | None, z
     if zero not in (1, 2, 3):
         raise ValueError(f"zero = {zero}: must be 1, 2 or 3")
     if kind == "1f1b" and v != 1:
-        raise ValueError(f"kind = '1f1b' with v = {v}: 1f1b has one virtual stage per rank; legal: v = 1, or kind = 'interleaved'")
+        raise ValueError(
+            f"kind = '1f1b' with v = {v}: 1f1b has one virtual stage per rank; legal: v = 1, or kind = 'interleaved'"
+        )
     if kind == "interleaved" and v == 1:
         raise ValueError("kind = 'interleaved' with v = 1: interleaving needs v > 1; legal: v = 2, or kind = '1f1b'")
     fixed_nc = {"afab": num_micro_batches, "1f1b": pp, "interleaved": pp}.get(kind)
     if nc is not None and fixed_nc is not None and nc != fixed_nc:
-        raise ValueError(f"nc = {nc} with kind = {kind!r}: {kind} fixes nc = {fixed_nc}; legal: leave nc out, or kind = 'flexible'")
+        raise ValueError(
+            f"nc = {nc} with kind = {kind!r}: {kind} fixes nc = {fixed_nc}; legal: leave nc out, or kind = 'flexible'"
+        )
     if nc is not None and nc > num_micro_batches >= pp:
-        raise ValueError(f"nc = {nc}: must be at most num_micro_batches = {num_micro_batches}; nearest legal: {num_micro_batches}")
+        raise ValueError(
+            f"nc = {nc}: must be at most num_micro_batches = {num_micro_batches}; nearest legal: {num_micro_batches}"
+        )
     if not 0 <= num_frozen_stages < pp * v:
-        raise ValueError(f"num_frozen_stages = {num_frozen_stages}: must be 0 to {pp * v - 1}, one stage at least is trained")
+        raise ValueError(
+            f"num_frozen_stages = {num_frozen_stages}: must be 0 to {pp * v - 1}, one stage at least is trained"
+        )
 
 
 def rounds_of(num_micro_batches: int, *, nc: int, pp: int) -> tuple[int, ...]:
@@ -203,7 +220,9 @@ def lower(
     sending = [_with_events(order, rounds, zero, num_frozen_stages) for order in orders]
     if pp > 1:
         sending = [_with_sends(actions, last, num_frozen_stages) for actions in sending]
-    channels: dict[tuple[int, int], list[Action]] = defaultdict(list)  # (source, destination) -> receives in sending order
+    channels: dict[tuple[int, int], list[Action]] = defaultdict(
+        list
+    )  # (source, destination) -> receives in sending order
     for source, actions in enumerate(sending):
         for action in actions:
             if action.kind in SENDS:

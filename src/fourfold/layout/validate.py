@@ -85,7 +85,9 @@ def _check_channels(schedule: Schedule) -> None:
                 received[_peer(schedule, action), pp_rank].append(action.message)
     for channel in sent.keys() | received.keys():
         if sent[channel] != received[channel]:
-            raise ValueError(f"channel {channel[0]} -> {channel[1]}: messages are received in another order than they are sent")
+            raise ValueError(
+                f"channel {channel[0]} -> {channel[1]}: messages are received in another order than they are sent"
+            )
 
 
 def _check_progress(schedule: Schedule) -> None:
@@ -129,8 +131,10 @@ def _check_progress(schedule: Schedule) -> None:
         for pp_rank, action in waiting.items():
             message = missing(action)
             assert message is not None
-            lines.append(f"pipeline rank {pp_rank} waits in {action} for rank {schedule.rank_of(message[1])} to run "
-                         f"{Action(Kind(message[0]), message[1], message[2])}")
+            lines.append(
+                f"pipeline rank {pp_rank} waits in {action} for rank {schedule.rank_of(message[1])} to run "
+                f"{Action(Kind(message[0]), message[1], message[2])}"
+            )
         raise ValueError("deadlock: " + "; ".join(lines))
 
 

@@ -8,6 +8,7 @@ cut off in the files, added when reading. The head of a tied model is not stored
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -78,37 +79,75 @@ def save(
 
     Raises ValueError if a parameter is missing, unknown, of the wrong shape, or not in exactly one shard.
     """
-    shapes = parameter_shapes(config)
     names = [name for name in state if not (config.tied and name == "output.weight")]
-    _require_same(names, shapes, what="state")
-    if shards is not None:
+    if shards is None:
+        files = {_SINGLE_FILE: names}
+    else:
         shards = [[name for name in shard if not (config.tied and name == "output.weight")] for shard in shards]
-        _require_same([name for shard in shards for name in shard], shapes, what="shards")
-
+        _require_same([name for shard in shards for name in shard], parameter_shapes(config), what="shards")
+        files = dict(zip(file_names(len(shards)), shards, strict=True))
+    _require_same(names, parameter_shapes(config), what="state")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    files = [_SINGLE_FILE]
-    if shards is not None:
-        files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    weight_map: dict[str, str] = {}
-    num_bytes, stored_dtype = 0, torch.float32
-    for file, shard in zip(files, shards or [names], strict=True):
-        tensors = {name_to_hf(name): _exported(state[name], name, config, dtype) for name in shard}
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-        num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        stored_dtype = next((tensor.dtype for tensor in tensors.values()), stored_dtype)
-    if shards is not None:
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+    for file, members in files.items():
+        save_file_of({name: state[name] for name in members}, config, directory / file, dtype=dtype)
+    save_config(
+        config,
+        directory,
+        files=files,
+        dtype=dtype or state[names[0]].dtype,
+        max_positions=max_positions,
+        bos_token_id=bos_token_id,
+        eos_token_id=eos_token_id,
+    )
+
+
+def file_names(num_files: int) -> list[str]:
+    """What the files of weights are called, as Hugging Face counts them."""
+    if num_files == 1:
+        return [_SINGLE_FILE]
+    return [f"model-{i:05d}-of-{num_files:05d}.safetensors" for i in range(1, num_files + 1)]
+
+
+def save_file_of(
+    tensors: Mapping[str, Tensor], config: ModelConfig, path: Path, *, dtype: torch.dtype | None = None
+) -> None:
+    """Write one file of weights: some of a model's, under our names. Several processes may write a file each."""
+    exported = {name_to_hf(name): _exported(tensor, name, config, dtype) for name, tensor in tensors.items()}
+    save_file(exported, path, metadata={"format": "pt"})
+
+
+def save_config(
+    config: ModelConfig,
+    directory: Path,
+    *,
+    files: Mapping[str, Collection[str]],
+    dtype: torch.dtype,
+    max_positions: int | None = None,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+) -> None:
+    """Write config.json, and for several files (each with our names of what it holds) the index."""
+    if len(files) > 1:
+        shapes = parameter_shapes(config)
+        num_values = sum(
+            math.prod(_exported_shape(name, shapes[name], config)) for names in files.values() for name in names
+        )
+        weight_map = {name_to_hf(name): file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": num_values * dtype.itemsize}, "weight_map": weight_map}
         _write_json(directory / _INDEX_FILE, index)
     values = config_to_hf(
         config,
         max_positions=max_positions,
         bos_token_id=bos_token_id,
         eos_token_id=eos_token_id,
-        dtype=str(stored_dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
     )
     _write_json(directory / "config.json", values)
+
+
+def _exported_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
+    return (config.vocab_size, *shape[1:]) if name in _VOCABULARY else shape
 
 
 def _exported(tensor: Tensor, name: str, config: ModelConfig, dtype: torch.dtype | None) -> Tensor:

@@ -5,4 +5,13 @@ from fourfold.parallel.model import MicroBatch, ParallelModel, StepTotals
 from fourfold.parallel.pipeline import LoggedAction
 from fourfold.parallel.stage import WeightSource, from_state
 
-__all__ = ["Groups", "LoggedAction", "MicroBatch", "ParallelModel", "StepTotals", "WeightSource", "connect", "from_state"]
+__all__ = [
+    "Groups",
+    "LoggedAction",
+    "MicroBatch",
+    "ParallelModel",
+    "StepTotals",
+    "WeightSource",
+    "connect",
+    "from_state",
+]

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -81,10 +81,12 @@ class ShardedStage:
         for part in self.fsdp_modules():
             part.reshard()
 
-    def gathered(self) -> list[str]:
-        """Names of the weights that are whole over dp x cp at this moment."""
-        return [
-            name
-            for name, weight in self.module.named_parameters()
-            if not (isinstance(weight, DTensor) and weight.device_mesh.ndim == 2)
-        ]
+    def gathered(self) -> dict[str, Tensor]:
+        """The weights that are whole over dp x cp at this moment, by name, each as its local part over TP."""
+        gathered = {}
+        for name, weight in self.module.named_parameters():
+            assert isinstance(weight, DTensor)
+            if weight.device_mesh.ndim == 1:
+                with torch.no_grad():
+                    gathered[name] = weight.to_local()
+        return gathered

@@ -132,3 +132,8 @@ class Gradients:
         if norm > limit:
             for weight in self.weights:
                 weight.gradient.mul_(limit / norm)
+
+    def hand_over(self) -> None:
+        """Gives the optimizer its gradients: those of the local parts."""
+        for weight in self.weights:
+            weight.local.grad = weight.gradient

@@ -38,10 +38,12 @@ class Group:
         size: number of ranks.
         rank: this process's index in the group.
         ranks: the global ranks, ascending.
+        device: type of device whose tensors it moves, "cpu" or "cuda".
     """
 
-    def __init__(self, dimension: str, process_group: dist.ProcessGroup, position: Position) -> None:
+    def __init__(self, dimension: str, process_group: dist.ProcessGroup, position: Position, device: str) -> None:
         self.dimension = dimension
+        self.device = device
         self.process_group = process_group
         self.ranks = dist.get_process_group_ranks(process_group)
         self.size = len(self.ranks)
@@ -53,7 +55,9 @@ class Group:
     def labelled(self, kind: str) -> Iterator[None]:
         """Names the range of a profiler trace in which this group does ``kind``."""
         here = self._position
-        with record_function(str(Label(self.dimension, kind, self.ranks[0], here.stage, here.micro_batch, self._sequence))):
+        with record_function(
+            str(Label(self.dimension, kind, self.ranks[0], here.stage, here.micro_batch, self._sequence))
+        ):
             yield
         self._sequence += 1
 
@@ -151,9 +155,7 @@ def connect(grid: Grid, device_type: str) -> Groups:
     """
     if dist.get_world_size() != grid.size:
         raise ValueError(f"{dist.get_world_size()} processes were started, but tp x cp x pp x dp = {grid.size}")
-    mesh = init_device_mesh(
-        device_type, (grid.dp, grid.pp, grid.cp, grid.tp), mesh_dim_names=("dp", "pp", "cp", "tp")
-    )
+    mesh = init_device_mesh(device_type, (grid.dp, grid.pp, grid.cp, grid.tp), mesh_dim_names=("dp", "pp", "cp", "tp"))
     fsdp_mesh = flatten_mesh(mesh["dp", "cp"], "fsdp")
     to_higher = mesh["pp"].get_group()
     # Only the members of a group create it: at 16,384 ranks nobody waits for a thousand groups of others.
@@ -163,7 +165,7 @@ def connect(grid: Grid, device_type: str) -> Groups:
     position = Position()
 
     def group(name: str, process_group: dist.ProcessGroup) -> Group:
-        return Group(name, process_group, position)
+        return Group(name, process_group, position, device_type)
 
     return Groups(
         grid=grid,

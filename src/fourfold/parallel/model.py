@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -88,7 +89,15 @@ class ParallelModel:
         return StepTotals(loss, valid_tokens, result.log)
 
     def _sum(self, group: Group, value: float) -> float:
-        return group.all_reduce(torch.tensor([value], dtype=torch.float64, device=self.device)).item()
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, group=group.process_group)
+        return tensor.item()
+
+    def world_max(self, values: Sequence[float]) -> list[float]:
+        """The largest of each value over all ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.groups.world.process_group)
+        return tensor.tolist()
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""

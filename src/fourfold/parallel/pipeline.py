@@ -119,7 +119,11 @@ class _Step:
         log = []
         for action in pipeline.schedule.actions[pipeline.groups.pp_rank]:
             position.stage, position.micro_batch = action.stage, action.micro_batch
-            events = pipeline.groups.fsdp if action.kind in (Kind.GATHER, Kind.REDUCE, Kind.FREE) else pipeline.groups.to_higher
+            events = (
+                pipeline.groups.fsdp
+                if action.kind in (Kind.GATHER, Kind.REDUCE, Kind.FREE)
+                else pipeline.groups.to_higher
+            )
             self.waited = 0
             start = time.monotonic_ns()
             with events.labelled(action.kind.value):
@@ -197,7 +201,9 @@ class _Step:
         group = groups.to_higher if peer < groups.pp_rank else groups.to_lower
         batch = self.batches[message[2]]
         buffer = torch.empty(
-            (batch.tokens.shape[0] // groups.tp.size, self.pipeline.width), dtype=self.pipeline.dtype, device=batch.tokens.device
+            (batch.tokens.shape[0] // groups.tp.size, self.pipeline.width),
+            dtype=self.pipeline.dtype,
+            device=batch.tokens.device,
         )
         work = dist.irecv(buffer, group=group.process_group, group_src=peer)
         assert work is not None

@@ -36,9 +36,7 @@ def build_stages(
     }
 
 
-def _build(
-    stage: Stage, plan: RunPlan, groups: Groups, ops: Ops, weights: WeightSource, device: torch.device
-) -> Llama:
+def _build(stage: Stage, plan: RunPlan, groups: Groups, ops: Ops, weights: WeightSource, device: torch.device) -> Llama:
     with torch.device("meta"):
         module = Llama(plan.config, layers=stage.layers, embedding=stage.embedding, head=stage.head, ops=ops)
         if module.output is not None and module.output is module.tok_embeddings:

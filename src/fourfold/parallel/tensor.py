@@ -172,7 +172,9 @@ def embed(tokens: Tensor, weight: Tensor, tp: Group) -> Tensor:
     """Looks up tokens [n] in a table whose entries are split over the TP ranks, [V / tp, D] -> [n / tp, D]."""
     own = tokens - tp.rank * weight.shape[0]
     inside = (own >= 0) & (own < weight.shape[0])
-    return ScatterTokens.apply(F.embedding(torch.where(inside, own, 0), weight) * inside.unsqueeze(1), tp)
+    found = F.embedding(torch.where(inside, own, 0), weight) * inside.unsqueeze(1)
+    # With one rank the function would return its input, which autograd makes a view; FSDP2 warns of views.
+    return ScatterTokens.apply(found, tp) if tp.size > 1 else found
 
 
 class VocabCrossEntropy(Function):

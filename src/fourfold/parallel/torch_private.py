@@ -33,6 +33,12 @@ def reduce_gradients(stage: nn.Module) -> None:
     stage.set_requires_gradient_sync(False)
 
 
+def sums_gradients(part: FSDPModule) -> bool:
+    """Whether an FSDP group adds gradients instead of averaging them."""
+    groups = fully_shard.state(part)._fsdp_param_groups  # type: ignore[attr-defined]
+    return all(group.gradient_divide_factor == 1.0 and group.force_sum_reduction_for_comms for group in groups)
+
+
 def whole_tensor(tensor: DTensor) -> Tensor:
     """The whole of a tensor that is sharded over TP and FSDP, as a copy. A collective of all its ranks.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,9 @@ def check(recipe: Recipe) -> RunPlan:
     base, problems = _base_config(recipe.model)
     values = _flat(recipe, base)
     problems += broken_rules(values)
-    config = None if any(problem.key.startswith("model.") for problem in problems) else _config(values)
-    if config is not None:
+    config = None
+    if not any(problem.key.startswith("model.") for problem in problems):
+        config = _config(values)
         problems += broken_freeze(recipe.train.freeze, config)
     if problems or config is None:
         raise RecipeError(problems)
@@ -143,20 +144,16 @@ def _flat(recipe: Recipe, base: ModelConfig) -> dict[str, Any]:
         if values[key] is None and field.name != "rope_scaling":
             values[key] = 0 if field.name == "head_dim" and derived else getattr(base, field.name)
     scaling = _scaling(values.pop("model.rope_scaling"), base.rope_scaling)
-    if scaling is not None:
-        values |= {f"model.rope_scaling.{field.name}": getattr(scaling, field.name) for field in fields(RopeScaling)}
-    return values
+    return values | {f"model.rope_scaling.{key}": value for key, value in scaling.items()}
 
 
-def _scaling(table: RopeScalingTable | str | None, base: RopeScaling | None) -> RopeScaling | None:
-    """What the recipe's table gives, over what the base has, over Llama 3.1."""
-    if table is None:
-        return base
-    if isinstance(table, str):
-        return None
-    start = base or RopeScaling()
-    given = {name: getattr(table, name) for name in table.__struct_fields__}
-    return RopeScaling(**{name: getattr(start, name) if value is None else value for name, value in given.items()})
+def _scaling(table: RopeScalingTable | str | None, base: RopeScaling | None) -> dict[str, Any]:
+    """What the recipe's table gives, over what the base has, over Llama 3.1. Empty: no scaling."""
+    if isinstance(table, str) or (table is None and base is None):
+        return {}
+    values = asdict(base or RopeScaling())
+    given = {} if table is None else {name: getattr(table, name) for name in table.__struct_fields__}
+    return values | {name: value for name, value in given.items() if value is not None}
 
 
 def _config(values: dict[str, Any]) -> ModelConfig:

@@ -153,8 +153,7 @@ def _convert_section(
         full = f"{name}.{key}"
         if key not in hints:
             similar = nearest_name(key, hints)
-            elsewhere = _home_of(key)
-            problems.append(_unknown(full, f"{name}.{similar}" if similar else elsewhere))
+            problems.append(_unknown(full, _home_of(key) or (f"{name}.{similar}" if similar else None)))
             continue
         nested = next((t for t in _alternatives(hints[key]) if isinstance(t, type) and issubclass(t, Section)), None)
         if nested is not None and isinstance(value, Mapping):

@@ -106,7 +106,9 @@ def head_dim(values: Values) -> Iterator[Problem]:
         yield Problem("model.head_dim", given, "must be even", nearest_integers(given, lambda n: n % 2 == 0))
     elif not given and dim % heads:
         rule = f"must divide model.dim = {dim}, or model.head_dim must be given"
-        yield Problem("model.num_heads", heads, rule, nearest_integers(heads, lambda n: dim % (2 * n) == 0, limit=dim))
+        kv = max(values["model.num_kv_heads"], 1)
+        legal = nearest_integers(heads, lambda n: dim % (2 * n) == 0 and n % kv == 0, limit=dim)
+        yield Problem("model.num_heads", heads, rule, legal)
     elif not given and dim // heads % 2:
         rule = f"must be an even multiple of model.num_heads = {heads}; a head of {dim // heads} is odd"
         yield Problem("model.dim", dim, rule, nearest_integers(dim, lambda n: n % (2 * heads) == 0))
@@ -147,7 +149,7 @@ def tensor_parallel(values: Values) -> Iterator[Problem]:
 
     broken = [name for name, number in divided.items() if number % tp]
     faults = [f"divide {' and '.join(broken)}"] if broken else []
-    if not kv_fits(tp):
+    if heads % tp == 0 and not kv_fits(tp):  # else it follows from what was just said
         faults.append(f"divide or be a multiple of model.num_kv_heads = {kv}")
     if faults:
         legal = nearest_integers(tp, lambda n: kv_fits(n) and not any(m % n for m in divided.values()), limit=heads)

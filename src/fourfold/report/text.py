@@ -77,7 +77,7 @@ def _render(what: Consequences, *, pretty: bool) -> RenderableType:
     for label, sentence in _facts(what):
         facts.add_row(label, Text(sentence, style="yellow" if label == "note" else ""))
     legend = Text(_legend(what), style="dim")
-    title = Text.assemble("Plan of run ", (what.name, "bold"))
+    title = Text.assemble("Plan for ", (what.name, "bold"))
     return Group(
         title, Padding(facts, (0, 0, 1, 2)), Text(_title(what), style="bold"), _memory(what, pretty=pretty), legend
     )
@@ -112,7 +112,8 @@ def _pipeline(what: Consequences) -> str:
     if what.pp == 1 and what.virtual_stages == 1:
         return f"none (pp = 1); {batches}, {what.schedule}"
     stages = f"{_many(what.virtual_stages, 'stage')} per rank"
-    rounds = "" if what.schedule == "afab" else f" in {_rounds(what.rounds)}"
+    # Without interleaving the rounds change nothing, and all-forward-all-backward has but one.
+    rounds = "" if what.schedule == "afab" or what.virtual_stages == 1 else f" in {_rounds(what.rounds)}"
     return f"{_ORDER[what.schedule]}, {stages}; {batches}{rounds}"
 
 

@@ -40,6 +40,15 @@ class RankFailure(RuntimeError):
         self.rank = rank
 
 
+class Stopped(Exception):  # noqa: N818 - not an error: the ranks were asked to end, and did
+    """All ranks ended well after a signal. ``signal`` is its number, ``results`` what the ranks returned."""
+
+    def __init__(self, number: int, results: list[Any]) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.signal = number
+        self.results = results
+
+
 @dataclass(frozen=True)
 class _Report:
     """How a rank ended: with a result, or with the text of its error and the time of it."""
@@ -63,6 +72,7 @@ def fork_ranks(num_ranks: int, work: Callable[[int], Any], *, timeout: float | N
 
     Raises:
         RankFailure: a rank raised, or died by a signal; all others have been ended. The culprit's message comes first.
+        Stopped: a signal was passed on, and all ranks ended well.
         TimeoutError: the time is over.
     """
     for stream in (sys.stdout, sys.stderr):
@@ -79,10 +89,13 @@ class _Ranks:
         self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []
         self.reports: dict[int, _Report] = {}
-        self.stopping_since: float | None = None
+        self.stopped_by: int | None = None
+        self.stopping_since = 0.0
         for rank in range(num_ranks):
             receiving, sending = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(rank, num_ranks, work, rendezvous, sending), name=f"rank{rank}")
+            process = context.Process(
+                target=_child, args=(rank, num_ranks, work, rendezvous, sending), name=f"rank{rank}"
+            )
             process.start()
             sending.close()
             self.processes.append(process)
@@ -100,15 +113,18 @@ class _Ranks:
                     break
                 if timeout is not None and now - start > timeout:
                     raise TimeoutError(f"{len(self.processes)} ranks did not end within {timeout:.0f} s")
-                if self.stopping_since is not None and now - self.stopping_since > GRACE:
-                    raise TimeoutError(f"ranks asked to stop did not end within {GRACE:.0f} s")
+                if self.stopped_by is not None and now - self.stopping_since > GRACE:
+                    raise TimeoutError(f"the ranks were asked to stop, did not within {GRACE:.0f} s, and were killed")
         finally:
             self._end_all()
         failures = {rank: report for rank, report in self.reports.items() if report.error is not None}
         if failures:
             rank = min(failures, key=lambda r: (failures[r].secondary, failures[r].time))
             raise RankFailure(rank, f"rank {rank} failed\n{failures[rank].error}")
-        return [self.reports[rank].result for rank in range(len(self.processes))]
+        results = [self.reports[rank].result for rank in range(len(self.processes))]
+        if self.stopped_by is not None:
+            raise Stopped(self.stopped_by, results)
+        return results
 
     def _collect(self, seconds: float) -> None:
         open_pipes = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in self.reports}
@@ -131,9 +147,9 @@ class _Ranks:
 
     def passing_on_signals(self) -> _Handlers:
         def stop(number: int, frame: object) -> None:
-            if self.stopping_since is not None:
+            if self.stopped_by is not None:
                 return
-            self.stopping_since = time.monotonic()
+            self.stopped_by, self.stopping_since = number, time.monotonic()
             for process in self.processes:
                 if process.is_alive() and process.pid is not None:
                     os.kill(process.pid, signal.SIGTERM)
@@ -192,5 +208,11 @@ def _child(rank: int, num_ranks: int, work: Callable[[int], Any], rendezvous: Pa
 
 def _is_echo(error: BaseException) -> bool:
     """Whether an error is what gloo says when the other end is gone."""
-    words = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused", "socket closed")
+    words = (
+        "connection closed by peer",
+        "connection reset by peer",
+        "broken pipe",
+        "connection refused",
+        "socket closed",
+    )
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
