@@ -1,7 +1,7 @@
 """Runs a layout for a few SGD steps and compares it with REF: one process, the whole global batch, plain autograd.
 
-REF shares with the layout the initial weights and the documents, and nothing of the parallel code: the plain model is called
-on every micro-batch, PyTorch makes the gradients, and ``p -= lr * grad`` is written out.
+REF shares with the layout the initial weights and the documents, and nothing of the parallel code: the plain model is
+called on every micro-batch, PyTorch makes the gradients, and ``p -= lr * grad`` is written out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Case:
-    """A layout and what is fed to it. ``rows`` are document lengths per row, taken in turn; None gives mixed documents."""
+    """A layout and what is fed to it. ``rows`` are document lengths per row, taken in turn; None gives mixed
+    documents.
+    """
 
     tp: int = 1
     cp: int = 1
@@ -69,13 +71,13 @@ class Case:
             from_table(
                 {
                     "model": {
-                        "dim": 32, "num_layers": self.layers, "num_heads": self.heads, "num_kv_heads": self.kv, "ffn_dim": 48,
-                        "vocab_size": self.vocab, "vocab_multiple": 16, "tied": self.tied,
+                        "dim": 32, "num_layers": self.layers, "num_heads": self.heads, "num_kv_heads": self.kv,
+                        "ffn_dim": 48, "vocab_size": self.vocab, "vocab_multiple": 16, "tied": self.tied,
                     },
-                    "layout": {"tp": self.tp, "cp": self.cp, "pp": self.pp, "dp": self.dp, "zero": self.zero, "cp_split": self.cp_split},
-                    "pipeline": {
-                        "schedule": self.schedule, "virtual_stages": self.v, "micro_batch": self.micro_batch, "split": self.split,
-                        **({"nc": self.nc} if self.nc else {}),
+                    "layout": {"tp": self.tp, "cp": self.cp, "pp": self.pp, "dp": self.dp, "zero": self.zero,
+                    "cp_split": self.cp_split}, "pipeline": {
+                        "schedule": self.schedule, "virtual_stages": self.v, "micro_batch": self.micro_batch, "split":
+                        self.split, **({"nc": self.nc} if self.nc else {}),
                     },
                     "batch": {"sequences": self.nmb * self.dp * self.micro_batch, "seq_len": 64},
                     "train": {"freeze": list(self.freeze), "dtype": self.dtype, "seed": SEED},
@@ -188,7 +190,9 @@ def reference(case: Case) -> Outcome:
 
 
 def compare(got: Outcome, want: Outcome, *, tolerance: float = 1e-5) -> None:
-    """Asserts that losses, norms, every gradient and every weight agree, by relative 2-norm of the difference per tensor."""
+    """Asserts that losses, norms, every gradient and every weight agree, by relative 2-norm of the difference per
+    tensor.
+    """
     for step, (a, b) in enumerate(zip(got.losses, want.losses, strict=True)):
         assert abs(a - b) <= tolerance * abs(b), f"step {step}: loss {a} instead of {b}"
     for step, (a, b) in enumerate(zip(got.norms, want.norms, strict=True)):

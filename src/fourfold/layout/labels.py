@@ -1,7 +1,8 @@
 """The names under which schedule actions and collectives appear in a profiler trace, and how to read them back.
 
-A label is ``ff:DIMENSION:KIND:key=value:...``, for example ``ff:tp:all_gather:group=12:stage=3:mb=7:seq=41``. The trainer
-writes them through PyTorch's ``record_function``; simulator and debugger read them. ``docs/formats.md`` has the grammar.
+A label is ``ff:DIMENSION:KIND:key=value:...``, for example ``ff:tp:all_gather:group=12:stage=3:mb=7:seq=41``. The
+trainer writes them through PyTorch's ``record_function``; simulator and debugger read them. ``docs/formats.md`` has the
+grammar.
 """
 
 from __future__ import annotations

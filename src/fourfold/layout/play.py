@@ -185,7 +185,7 @@ class Timeline:
         return float(self.start[i]), float(self.end[i])
 
     def critical_path(self) -> list[int]:
-        """Indices of the actions that determine the step time, first to last: shorten none of them and nothing is gained."""
+        """Indices of the actions that determine the step time, first to last: only shortening these can help."""
         if not self.program.actions:
             return []
         program, none = self.program, len(self.program.actions)
@@ -225,12 +225,12 @@ def play(
     gather: ArrayLike = 0.0,
     reduce: ArrayLike = 0.0,
 ) -> Timeline:
-    """Plays one step. Messages travel beside the computations: one arrives ``message`` after its sender's computation ends.
+    """Plays one step. Messages travel beside the computations, from the end of the one that made their data.
 
     Args:
         schedule: what to play. To play it several times, keep ``compile_program(schedule)`` and call its ``play``.
         forward, backward: durations, a number, one per stage, or an array [stage, micro-batch].
-        message: a number, one per sending stage, or an array [direction, sending stage, micro-batch] with direction 0 for
+        message: a number, one per sending stage, or an array [direction, sending stage, micro-batch], direction 0 being
             forward. Neighbouring stages of one rank exchange no message.
         gather, reduce: durations of FSDP events, a number or one per stage; they hold up their rank.
 

@@ -4,9 +4,9 @@ A schedule is data. The validator, the player, the executor and the report all r
 drawn is what is predicted is what runs.
 
 Sources: the flexible schedule and its warm-up are section 3.1 of "Scaling Llama 3 Training with Efficient Parallelism
-Strategies" (ISCA 2025), with the printed warm-up formula corrected: the term is ``2 (pp - pp_rank - 1)``, as the paper's
-own Figure 2 draws it; the printed form deadlocks (a test shows it). Rounds for micro-batch counts that nc does not
-divide are our own: see :func:`rounds_of`.
+Strategies" (ISCA 2025), with the printed warm-up formula corrected: the term is ``2 (pp - pp_rank - 1)``, as the
+paper's own Figure 2 draws it; the printed form deadlocks (a test shows it). Rounds for micro-batch counts that nc does
+not divide are our own: see :func:`rounds_of`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def generate(
         num_frozen_stages: leading stages without a trained weight, which need no backward.
 
     Raises:
-        ValueError: an illegal combination; the message names the argument, its value, the rule and the nearest legal ones.
+        ValueError: an illegal combination; the message names the argument, its value, the rule and what is legal.
     """
     _check(pp, v, num_micro_batches, kind, nc, zero, num_frozen_stages)
     wanted_nc = nc if nc is not None else (num_micro_batches if kind == "afab" else pp)
@@ -173,9 +173,9 @@ def _check(
 def rounds_of(num_micro_batches: int, *, nc: int, pp: int) -> tuple[int, ...]:
     """Splits the micro-batches into rounds of about ``nc``: near-equal, larger first, none smaller than the pipeline.
 
-    A short last round would double the bubble, and one smaller than ``pp`` would deadlock. With this split the bubble is
-    (pp - 1) / (num_micro_batches * v) for every count. Where no split into rounds of pp to nc micro-batches exists, the
-    rounds are larger than nc.
+    A short last round would double the bubble, and one smaller than ``pp`` would deadlock. With this split the bubble
+    is (pp - 1) / (num_micro_batches * v) for every count. Where no split into rounds of pp to nc micro-batches exists,
+    the rounds are larger than nc.
     """
     num_rounds = -(-num_micro_batches // nc)
     while num_rounds > 1 and num_micro_batches // num_rounds < pp:
@@ -195,7 +195,7 @@ def warmup_of(pp_rank: int, *, pp: int, v: int, nc: int, num_micro_batches: int)
 
 
 def order_of(pp_rank: int, *, pp: int, v: int, rounds: Sequence[int], warmup: int) -> list[Action]:
-    """The computations of one pipeline rank in order: warm-up forwards, pairs of one forward and one backward, the rest.
+    """The computations of one pipeline rank: warm-up forwards, pairs of a forward and a backward, the rest.
 
     In a round every chunk takes all micro-batches of the round before the next chunk begins; backwards do the same with
     the chunks reversed.
@@ -237,8 +237,8 @@ def lower(
 def _with_events(order: Sequence[Action], rounds: Sequence[int], zero: int, num_frozen_stages: int) -> list[Action]:
     """Drops the backwards of frozen stages and adds GATHER before, REDUCE and FREE after the computations.
 
-    ZeRO-1 and 2 gather a stage's weights once per step. ZeRO-1 reduces after the stage's last backward, ZeRO-2 after its
-    last of each round, ZeRO-3 after each, and ZeRO-3 holds weights only during a computation (ISCA'25 Figure 4).
+    ZeRO-1 and 2 gather a stage's weights once per step. ZeRO-1 reduces after the stage's last backward, ZeRO-2 after
+    its last of each round, ZeRO-3 after each, and ZeRO-3 holds weights only during a computation (ISCA'25 Figure 4).
     """
     order = [a for a in order if a.kind is Kind.FORWARD or a.stage >= num_frozen_stages]
     last_use = {action.stage: position for position, action in enumerate(order)}

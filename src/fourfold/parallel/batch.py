@@ -15,7 +15,7 @@ class LocalBatch(Batch):
     """The part of a micro-batch that one context-parallel rank holds; all its TP and PP ranks hold the same.
 
     num_tokens: m, the tokens of this rank with padding, the same on all CP ranks and a multiple of tp.
-    key_order: int64 [N], where token i of the whole micro-batch lies among the tokens of all CP ranks one after the other.
+    key_order: int64 [N], where token i of the whole micro-batch lies in the tokens of all CP ranks, end to end.
     """
 
     key_order: Tensor

@@ -23,8 +23,8 @@ def gather_keys_values(k: Tensor, v: Tensor, key_order: Tensor, cp: Group) -> tu
         key_order: int64 [N]; where token i of the micro-batch lies in the ranks' tokens one after the other.
         cp: the group. With one rank nothing moves, and the result has the padding too.
 
-    Backward sums the gradients over the ranks in fp32. It must run on every rank, also on one without a valid token: the
-    others would wait for it. So its result must stay in the graph of the loss.
+    Backward sums the gradients over the ranks in fp32. It must run on every rank, also on one without a valid token:
+    the others would wait for it. So its result must stay in the graph of the loss.
     """
     if cp.size == 1:
         return k, v

@@ -1,15 +1,15 @@
 """The data-parallel dimension: FSDP2 over dp x cp, driven by the schedule's events.
 
-The schedule says when a stage's weights are gathered, when its gradients are reduced and when the weights are freed; the
-three ZeRO modes differ in where those events stand, and in nothing else here:
+The schedule says when a stage's weights are gathered, when its gradients are reduced and when the weights are freed;
+the three ZeRO modes differ in where those events stand, and in nothing else here:
 
 - ZeRO-1 and 2 keep a stage's weights gathered through the step. The stage is one FSDP group, so that one event is one
   collective, run at the event's place.
-- ZeRO-3 gathers weights for one computation at a time. There the events frame what FSDP2 does layer by layer inside that
-  computation, which never holds more than a layer whole; each layer is a group of its own.
+- ZeRO-3 gathers weights for one computation at a time. There the events frame what FSDP2 does layer by layer inside
+  that   computation, which never holds more than a layer whole; each layer is a group of its own.
 
-Gradients are summed, never averaged (the loss is divided by the global token count once), and in fp32: FSDP2 accumulates
-unsharded gradients in its reduce dtype, and adds reduced ones in the dtype of the fp32 master weights.
+Gradients are summed, never averaged (the loss is divided by the global token count once), and in fp32: FSDP2
+accumulates unsharded gradients in its reduce dtype, and adds reduced ones in the dtype of the fp32 master weights.
 """
 
 from __future__ import annotations

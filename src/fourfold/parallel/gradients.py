@@ -1,4 +1,4 @@
-"""What happens to gradients between the last backward and the optimizer: the sums that FSDP does not make, norm, clipping."""
+"""Between the last backward and the optimizer: the gradient sums that FSDP does not make, the norm, and clipping."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TrainedWeight:
     Attributes:
         name: in the model.
         sharded: the parameter, a DTensor over (dp x cp, tp).
-        local: the part in this rank's memory, which the optimizer updates: DTensor arithmetic would cost an optimizer step
+        local: the part in this rank's memory, which the optimizer updates: DTensors would cost its first step
             0.4 s of sharding propagation for nothing.
         replicated: whether every TP rank has the same.
         counted: whether this rank's part counts in the global norm; copies count once.
@@ -72,7 +72,7 @@ class Gradients:
         self._tied = tied
 
     def finish(self) -> None:
-        """Makes the sums that are still missing, each in fp32. Until then gradients of replicated weights are partial sums."""
+        """Makes the sums that are still missing, in fp32. Before, replicated weights have partial sums."""
         with torch.no_grad():
             self._sum_replicated()
             if self._tied:

@@ -1,8 +1,9 @@
 """Process groups of a layout, and the collectives that Fourfold writes itself.
 
-Every collective carries a label in profiler traces (:mod:`fourfold.layout.labels`), and every sum is made in fp32 in the
-order of ranks: the data travel by all-to-all or all-gather in their own dtype, and each rank adds what arrived. So a sum
-repeats bit for bit, on any back end, and a bf16 run loses nothing in it. A group of one rank communicates nothing.
+Every collective carries a label in profiler traces (:mod:`fourfold.layout.labels`), and every sum is made in fp32 in
+the order of ranks: the data travel by all-to-all or all-gather in their own dtype, and each rank adds what arrived. So
+a sum repeats bit for bit, on any back end, and a bf16 run loses nothing in it. A group of one rank communicates
+nothing.
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ class ParallelModel:
     def whole_weights(self, *, gradients: bool = False) -> Iterator[tuple[str, Tensor | None]]:
         """This pipeline rank's weights (or their gradients) by name, each gathered whole in turn, as copies on the CPU.
 
-        All ranks must exhaust it together; only those with tp, cp and dp rank 0 get the tensors, the others get None. A tied
-        head, which is a second copy, is left out.
+        All ranks must exhaust it together; only those with tp, cp and dp rank 0 get the tensors, the others get None. A
+        tied head, which is a second copy, is left out.
         """
         coordinates = self.groups.grid.coordinates(self.groups.rank)
         wanted = (coordinates.tp, coordinates.cp, coordinates.dp) == (0, 0, 0)

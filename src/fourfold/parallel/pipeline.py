@@ -219,7 +219,8 @@ def _isend(tensor: Tensor, peer: int, group: Group) -> dist.Work:
 class Outbox:
     """Holds what is being sent, and lets go of each tensor as soon as its send is done.
 
-    gloo never reports a send as completed unless somebody waits for it, so a thread does; waiting releases the interpreter.
+    gloo never reports a send as completed unless somebody waits for it, so a thread does; waiting releases the
+    interpreter.
     """
 
     def __init__(self) -> None:

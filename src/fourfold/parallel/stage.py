@@ -1,4 +1,4 @@
-"""Makes the virtual stages of one rank: the plain model, cut by layers, its weights split over TP and sharded over dp x cp."""
+"""Makes the virtual stages of one rank: the plain model, cut by layers, weights split over TP, sharded over dp x cp."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _build(stage: Stage, plan: RunPlan, groups: Groups, ops: Ops, weights: Weigh
     with torch.device("meta"):
         module = Llama(plan.config, layers=stage.layers, embedding=stage.embedding, head=stage.head, ops=ops)
         if module.output is not None and module.output is module.tok_embeddings:
-            # Both ends of a tied model get a copy, also where they meet in one process: FSDP2 would sum the gradients of a
-            # shared one in the dtype of computation. Their gradients are summed in fp32 at the end of the step.
+            # Both ends of a tied model get a copy, also where they meet in one process: FSDP2 would sum the gradients
+            # of a shared one in the dtype of computation. Their gradients are summed in fp32 at the end of the step.
             module.output = type(module.output)(*module.output.weight.shape)
     for name, parameter in list(module.named_parameters()):
         holder = module.get_submodule(name.rpartition(".")[0])

@@ -1,9 +1,10 @@
 """Tensor parallelism with sequence parallelism, on local tensors with the collectives in plain sight.
 
 Between the layers a rank holds its share of the tokens, [n / tp, D]. Attention and feed-forward gather all n tokens,
-work on their share of heads or columns, and reduce-scatter back: four collectives per layer forward. The gathered inputs
-are not kept for backward but gathered again: six backward. With the two other functions here that keep less than autograd
-would (RMSNorm and SwiGLU), a layer of the 405B model keeps 0.54 GB per micro-batch at 8K tokens and tp 8, not 1.32.
+work on their share of heads or columns, and reduce-scatter back: four collectives per layer forward. The gathered
+inputs are not kept for backward but gathered again: six backward. With the two other functions here that keep less than
+autograd would (RMSNorm and SwiGLU), a layer of the 405B model keeps 0.54 GB per micro-batch at 8K tokens and tp 8, not
+1.32.
 
 These functions are the parallel side of :class:`fourfold.model.Ops`; the model's mathematics stays in the model.
 """
@@ -29,10 +30,10 @@ ROWS = ("wo", "w2")  # split by input feature
 
 
 def placement_of(name: str, config: ModelConfig, tp: int) -> Placement:
-    """How a weight is split over the TP group. What is not split is replicated: norms, and wk and wv with fewer heads than tp.
+    """How a weight is split over the TP group. Replicated are norms, and wk and wv if there are fewer heads than tp.
 
-    A one-dimensional placement cannot say "every pair of ranks shares a KV head", so wk and wv are then held whole and each
-    rank computes with the rows of its head.
+    A one-dimensional placement cannot say "every pair of ranks shares a KV head", so wk and wv are then held whole and
+    each rank computes with the rows of its head.
     """
     holder = name.split(".")[-2]
     if holder in ("wk", "wv") and config.num_kv_heads % tp:
@@ -43,7 +44,7 @@ def placement_of(name: str, config: ModelConfig, tp: int) -> Placement:
 
 
 def sharded_ops(config: ModelConfig, groups: Groups) -> Ops:
-    """The operations of a model whose weights are split over ``groups.tp`` and whose sequence over ``groups.cp`` and tp."""
+    """The operations of a model with weights split over ``groups.tp`` and tokens over ``groups.cp`` and tp."""
     tp, cp = groups.tp, groups.cp
     kv_head = tp.rank * config.num_kv_heads // tp.size
     kv_rows = slice(kv_head * config.head_dim, (kv_head + 1) * config.head_dim)
@@ -180,9 +181,9 @@ def embed(tokens: Tensor, weight: Tensor, tp: Group) -> Tensor:
 class VocabCrossEntropy(Function):
     """Summed cross-entropy of logits whose vocabulary is split over the TP ranks.
 
-    ``apply(logits [n, V / tp], labels [n], vocab_size, tp) -> fp32 scalar, the same on all TP ranks``. Labels of -1 count
-    nothing, and entries from ``vocab_size`` on are padding. One all-gather of three numbers per token and rank is all that
-    travels; no rank ever holds the logits of the whole vocabulary.
+    ``apply(logits [n, V / tp], labels [n], vocab_size, tp) -> fp32 scalar``, the same on all TP ranks. Labels of -1
+    count nothing, and entries from ``vocab_size`` on are padding. One all-gather of three numbers per token and rank is all
+    that travels; no rank ever holds the logits of the whole vocabulary.
     """
 
     @staticmethod

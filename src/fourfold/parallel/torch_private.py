@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """The dimensions of a mesh as one. Unlike a mesh made from a list of ranks it stays related to the mesh it came from."""
+    """The dimensions of a mesh as one, which stays related to the mesh it came from."""
     return mesh._flatten(name)
 
 

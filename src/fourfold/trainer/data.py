@@ -18,8 +18,8 @@ class Rows:
     """Endless rows of ``seq_len`` tokens, packed from documents that are shuffled anew in every epoch.
 
     A document that does not fit goes on in the next row. A token's label is the next token of its document, also across
-    the end of a row; the last token of a document has none. The last documents of an epoch that fill no row are left out
-    of it. Any row can be had directly, without those before it.
+    the end of a row; the last token of a document has none. The last documents of an epoch that fill no row are left
+    out of it. Any row can be had directly, without those before it.
     """
 
     def __init__(self, tokens: TokenSet, *, seq_len: int, seed: int) -> None:

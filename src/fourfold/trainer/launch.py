@@ -1,4 +1,4 @@
-"""From a recipe to running ranks: forked here, started here by PyTorch's elastic launcher, or already started by torchrun."""
+"""From a recipe to running ranks: forked, started by PyTorch's elastic launcher, or already started by torchrun."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run(recipe_file: Path, overrides: Sequence[str]) -> int:
 
 
 def prepare(plan: RunPlan) -> Prepared:
-    """Reads the text, prints the consequences, and makes the folder of the run: in this order, so that errors leave nothing."""
+    """Reads the text, prints the consequences, makes the run's folder: in this order, so that errors leave nothing."""
     recipe = plan.recipe
     tokens = load_tokens(recipe.data.source, recipe.data.tokenizer)
     check_vocabulary(tokens, plan)

@@ -21,7 +21,7 @@ from fourfold.trainer.text import TokenSet
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the last step's metrics (None if there was none), the mean rate, and whether it was asked to stop."""
+    """How a run ended: the last step's metrics (if any), the seconds of the loop, and whether it was asked to stop."""
 
     last: StepMetrics | None
     seconds: float

@@ -12,7 +12,7 @@ from fourfold.recipe import Optimizer
 
 
 def make_optimizer(weights: Sequence[TrainedWeight], settings: Optimizer, *, tied: bool) -> torch.optim.Optimizer:
-    """AdamW or SGD over this rank's parts of the weights. Norms and the embedding (and so a tied head) are not decayed."""
+    """AdamW or SGD over this rank's parts of the weights. Norms, embedding and a tied head are not decayed."""
     undecayed = {"tok_embeddings.weight", "output.weight"} if tied else {"tok_embeddings.weight"}
     by_decay: dict[float, list[torch.nn.Parameter]] = {}
     for weight in weights:
@@ -27,7 +27,7 @@ def make_optimizer(weights: Sequence[TrainedWeight], settings: Optimizer, *, tie
 
 
 def learning_rate(step: int, *, steps: int, settings: Optimizer) -> float:
-    """Of a step counted from 0: linear warm-up to lr over ``warmup_steps``, then a cosine to ``min_lr_ratio`` x lr at the last step."""
+    """Of a step counted from 0: linear warm-up to lr, then a cosine down to ``min_lr_ratio`` x lr at the last step."""
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     progress = (step - settings.warmup_steps) / max(1, steps - 1 - settings.warmup_steps)

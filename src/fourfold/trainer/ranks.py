@@ -1,7 +1,7 @@
 """Starts the ranks of a run on this machine and ends them together.
 
-On CPU the ranks are forked from one process that has imported torch: sixteen of them are ready in a tenth of a second and
-take 7 MB each, where sixteen interpreters would take nine seconds.
+On CPU the ranks are forked from one process that has imported torch: sixteen of them are ready in a tenth of a second
+and take 7 MB each, where sixteen interpreters would take nine seconds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# A rank that dies takes its neighbours with it: their messages break. So after the first failure others are awaited this
-# long, in seconds, and then the cause is picked from all of them.
+# A rank that dies takes its neighbours with it: their messages break. So after the first failure others are awaited
+# this long, in seconds, and then the cause is picked from all of them.
 SETTLE = 1.0
 # How long ranks that were asked to stop may take, in seconds, before they are killed.
 GRACE = 8.0
@@ -62,8 +62,8 @@ class _Report:
 def fork_ranks(num_ranks: int, work: Callable[[int], Any], *, timeout: float | None = None) -> list[Any]:
     """Runs ``work(rank)`` in ``num_ranks`` forked processes joined in a gloo group, and returns what each returned.
 
-    SIGINT and SIGTERM are passed on to the ranks as SIGTERM, once; those that have not ended :data:`GRACE` seconds later are
-    killed.
+    SIGINT and SIGTERM are passed on to the ranks as SIGTERM, once; those that have not ended :data:`GRACE` seconds
+    later are killed.
 
     Args:
         num_ranks: processes to start.
@@ -184,8 +184,8 @@ class _Handlers:
 def _child(rank: int, num_ranks: int, work: Callable[[int], Any], rendezvous: Path, pipe: Connection) -> None:
     # A thread pool of the parent does not survive a fork: the first parallel operation would wait for it for ever.
     torch.set_num_threads(1)
-    # A terminal sends Ctrl-C to all processes of the group, but who stops, and when, is for the parent to say. Until the work
-    # sets its own handler, SIGTERM ends a rank at once.
+    # A terminal sends Ctrl-C to all processes of the group, but who stops, and when, is for the parent to say. Until
+    # the work sets its own handler, SIGTERM ends a rank at once.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:

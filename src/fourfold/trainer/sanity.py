@@ -45,7 +45,7 @@ def check_gradients(model: ParallelModel) -> None:
 
 
 def check_weights(model: ParallelModel) -> None:
-    """After the optimizer has stepped: copies of a weight are equal to the bit, over tp, over pp (tied) and over dp x cp."""
+    """After the optimizer has stepped: copies of a weight are bitwise equal over tp, over pp (tied) and dp x cp."""
     weights = model.gradients.weights
     _agree(model.groups.tp, _checksum(w.local for w in weights if w.replicated), "replicated weights")
     if model.plan.config.tied:
