@@ -87,7 +87,7 @@ def main() -> None:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
-    except (RuntimeError, TimeoutError) as error:
+    except (RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:

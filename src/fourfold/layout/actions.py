@@ -33,7 +33,15 @@ COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
 
 NO_MICRO_BATCH = -1  # of an FSDP event, which belongs to a stage and not to a micro-batch
 
-_PATTERN = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
+# Of each send and receive: the computation that makes the data, and how far its stage is from the action's own.
+_PRODUCERS = {
+    Kind.SEND_FORWARD: (Kind.FORWARD, 0),
+    Kind.RECV_FORWARD: (Kind.FORWARD, -1),
+    Kind.SEND_BACKWARD: (Kind.BACKWARD, 0),
+    Kind.RECV_BACKWARD: (Kind.BACKWARD, 1),
+}
+
+_PATTERN = re.compile(r"(0|[1-9][0-9]*)([A-Z_]+)(|0|[1-9][0-9]*)")
 
 
 class Action(NamedTuple):
@@ -51,16 +59,16 @@ class Action(NamedTuple):
     def parse(cls, text: str) -> Action:
         """The inverse of ``str``. Raises ValueError on anything else."""
         match = _PATTERN.fullmatch(text)
-        kinds = {kind.value: kind for kind in Kind}
-        if match is None or match[2] not in kinds:
+        kind = next((kind for kind in Kind if match and kind.value == match[2]), None)
+        if match is None or kind is None or (kind in COMPUTE | MESSAGES) != bool(match[3]):
             raise ValueError(
-                f"action {text!r}: must be STAGE KIND MICRO_BATCH without spaces, KIND one of {sorted(kinds)}"
+                f"action {text!r}: must be STAGE KIND MICRO_BATCH without spaces, as in 3F7, or for an FSDP event "
+                f"STAGE KIND, as in 3REDUCE; KIND one of {', '.join(Kind)}"
             )
-        return cls(kinds[match[2]], int(match[1]), int(match[3]) if match[3] else NO_MICRO_BATCH)
+        return cls(kind, int(match[1]), int(match[3]) if match[3] else NO_MICRO_BATCH)
 
     @property
     def message(self) -> tuple[str, int, int]:
         """What a send or a receive moves: (direction, sending stage, micro-batch), the same at both ends."""
-        forward = self.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-        shift = 0 if self.kind in SENDS else (-1 if forward else 1)
-        return ("F" if forward else "B", self.stage + shift, self.micro_batch)
+        kind, shift = _PRODUCERS[self.kind]
+        return (kind, self.stage + shift, self.micro_batch)

@@ -43,9 +43,9 @@ def parse_label(text: str) -> Label | None:
     """The label that a range's name holds, or None if the range is not one of ours. Unknown keys are passed over."""
     prefix, _, rest = text.partition(":")
     parts = rest.split(":")
-    if prefix != PREFIX or len(parts) < 2:
+    if prefix != PREFIX or len(parts) < 2 or parts[0] not in DIMENSIONS or not parts[1]:
         return None
-    values = dict(part.partition("=")[::2] for part in parts[2:])
+    values = {key: value for key, _, value in (part.partition("=") for part in parts[2:])}
     try:
         return Label(parts[0], parts[1], *(int(values[key]) for key in ("group", "stage", "mb", "seq")))
     except (KeyError, ValueError):

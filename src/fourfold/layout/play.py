@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fourfold.layout.actions import COMPUTE, MESSAGES, Action, Kind
 from fourfold.layout.schedule import Schedule
-from fourfold.layout.validate import needed_message, validate
+from fourfold.layout.validate import producer_of, validate
 
 Times = NDArray[np.float64]
 
@@ -76,15 +76,16 @@ class Program:
             delay[position] = messages[direction, neighbour, micro_batch] * self.crosses[position]
         for kind, cost in ((Kind.GATHER, gather), (Kind.REDUCE, reduce)):
             position, stage, _ = self._indices[kind]
-            duration[position] = _table(cost, shape[:1], str(kind))[stage]
+            duration[position] = _table(cost, shape[:1], kind.lower())[stage]
         start, end = _run(self.previous, self.needs, duration.tolist(), delay.tolist())
         return Timeline(self, np.array(start), np.array(end), delay)
 
 
 def _table(value: ArrayLike, shape: tuple[int, ...], name: str) -> Times:
     array = np.asarray(value, dtype=np.float64)
-    if array.ndim == 1 and len(shape) > 1 and array.shape[0] == shape[-2]:
-        array = array[:, None]  # one value per stage
+    if array.ndim == 1:
+        # One value per stage, whatever the number of micro-batches.
+        array = array.reshape((-1,) + (1,) * (len(shape) > 1))
     try:
         table = np.broadcast_to(array, shape)
     except ValueError:
@@ -112,7 +113,10 @@ def _run(
 
 
 def compile_program(schedule: Schedule) -> Program:
-    """Orders the actions of a schedule by dependence. Raises ValueError if it deadlocks or is incomplete."""
+    """Orders the actions of a schedule by dependence. Raises ValueError if one of them waits for ever.
+
+    Nothing else is checked here: run ``validate`` first on a schedule that ``generate`` did not make.
+    """
     timed = [[a for a in actions if a.kind not in MESSAGES] for actions in schedule.actions]
     none = sum(map(len, timed))
     done: dict[Action, int] = {}
@@ -123,9 +127,9 @@ def compile_program(schedule: Schedule) -> Program:
         moved = False
         for pp_rank, own in enumerate(timed):
             for action in own[positions[pp_rank] :]:
-                message = needed_message(schedule, action) if action.kind in COMPUTE else None
-                need = none if message is None else done.get(Action(Kind(message[0]), message[1], message[2]), -1)
-                if need < 0:
+                producer = producer_of(schedule, action) if action.kind in COMPUTE else None
+                need = none if producer is None else done.get(producer, -1)
+                if need < 0 or (action.kind is Kind.BACKWARD and (Kind.FORWARD, *action[1:]) not in done):
                     break
                 if action.kind in COMPUTE:
                     done[action] = len(actions)
@@ -161,8 +165,9 @@ class Timeline:
     def compute(self) -> Times:
         """Per pipeline rank, the time spent in forwards and backwards."""
         is_compute = np.array([action.kind in COMPUTE for action in self.program.actions])
-        duration = (self.end - self.start) * is_compute
-        return np.bincount(self.program.pp_rank, weights=duration, minlength=self.program.schedule.pp)
+        out = np.zeros(self.program.schedule.pp)
+        np.add.at(out, self.program.pp_rank, (self.end - self.start) * is_compute)
+        return out
 
     @property
     def idle(self) -> Times:
@@ -203,16 +208,12 @@ class Timeline:
         A pair is live from the start of its forward to the end of its backward. Chunks of frozen stages, which have no
         backward, never are.
         """
-        schedule = self.program.schedule
-        events = []
-        for i, action in enumerate(self.program.actions):
-            if (
-                self.program.pp_rank[i] == pp_rank
-                and action.kind in COMPUTE
-                and action.stage >= schedule.num_frozen_stages
-            ):
+        program = self.program
+        events = []  # in order of time, as the actions of one rank are
+        for i, action in enumerate(program.actions):
+            trained = action.kind in COMPUTE and action.stage >= program.schedule.num_frozen_stages
+            if trained and program.pp_rank[i] == pp_rank:
                 events.append((self.start[i], 1) if action.kind is Kind.FORWARD else (self.end[i], -1))
-        events.sort()  # at one time, ends come first: -1 < 1
         return np.array([t for t, _ in events]), np.cumsum([change for _, change in events], dtype=np.int64)
 
 

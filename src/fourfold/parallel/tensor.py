@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fourfold.model import Batch, Ops, attention
 from fourfold.parallel.context import gather_keys_values
 from fourfold.parallel.groups import Group, Groups
+from fourfold.parallel.torch_private import LocalPart
 from fourfold.recipe import ModelConfig
 
 COLUMNS = ("wq", "wk", "wv", "w1", "w3", "output", "tok_embeddings")  # split by output feature, or by vocabulary entry
@@ -50,7 +51,7 @@ def sharded_ops(config: ModelConfig, groups: Groups) -> Ops:
     kv_rows = slice(kv_head * config.head_dim, (kv_head + 1) * config.head_dim)
 
     def local(weight: Tensor) -> Tensor:
-        return weight.to_local() if isinstance(weight, DTensor) else weight
+        return LocalPart.apply(weight) if isinstance(weight, DTensor) else weight
 
     def columns(weight: Tensor) -> Tensor:
         whole = isinstance(weight, DTensor) and weight.placements[0].is_replicate()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd import profiler as autograd_profiler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -13,6 +16,11 @@ from torch.distributed.tensor import DTensor
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """The dimensions of a mesh as one, which stays related to the mesh it came from."""
     return mesh._flatten(name)
+
+
+def profiler_runs() -> bool:
+    """Whether a PyTorch profiler records at this moment (an execution trace observer alone does not count)."""
+    return autograd_profiler._is_profiler_enabled
 
 
 def reduce_gradients(stage: nn.Module) -> None:
@@ -31,6 +39,23 @@ def reduce_gradients(stage: nn.Module) -> None:
     root._root_post_backward_final_callback()
     stage.set_is_last_backward(False)
     stage.set_requires_gradient_sync(False)
+
+
+class LocalPart(Function):
+    """This rank's part of a weight, ``apply(weight) -> Tensor``: ``weight.to_local()`` at a third of the time.
+
+    ``to_local`` works out anew in every backward how the gradient is laid out. Here it is laid out as the weight is, and a
+    step calls this for every weight and micro-batch.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: DTensor) -> Tensor:
+        ctx.spec = weight._spec
+        return weight._local_tensor.view_as(weight._local_tensor)  # autograd marks what it returns, so a new object
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return DTensor(grads[0].contiguous(), ctx.spec, requires_grad=False)
 
 
 def sums_gradients(part: FSDPModule) -> bool:

@@ -34,8 +34,8 @@ def schedule_text(schedule: Schedule) -> str:
     timeline = play(schedule)
     rounds = "+".join(map(str, schedule.rounds))
     lines = [
-        f"{schedule.kind}: pp {schedule.pp}, v {schedule.v}, {schedule.num_micro_batches} micro-batches in rounds of {rounds}, "
-        f"ZeRO-{schedule.zero}",
+        f"{schedule.kind}: pp {schedule.pp}, v {schedule.v}, {schedule.num_micro_batches} micro-batches "
+        f"in rounds of {rounds}, ZeRO-{schedule.zero}",
     ]
     if schedule.fallback:
         lines.append(f"note: {schedule.fallback}")
@@ -57,7 +57,7 @@ def schedule_text(schedule: Schedule) -> str:
 def _row(schedule: Schedule, timeline: Timeline, pp_rank: int) -> str:
     """One rank's computations drawn to scale: all times are whole numbers when a forward takes 1 and a backward 2."""
     width = len(f"F{schedule.num_micro_batches - 1}.{schedule.v - 1} ")
-    cells = [".".ljust(width)] * round(timeline.step_time)
+    cells: list[str] = [".".ljust(width)] * round(timeline.step_time)
     for action in schedule.actions[pp_rank]:
         if action.kind in COMPUTE:
             start, end = map(round, timeline.span(action))

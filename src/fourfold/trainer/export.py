@@ -15,6 +15,11 @@ from fourfold.parallel.stage import TIED_HEAD
 from fourfold.recipe import stage_shapes
 
 
+def partial_folder(directory: Path) -> Path:
+    """Where a model is while it is being written."""
+    return directory.with_name(directory.name + ".partial")
+
+
 def export(model: ParallelModel, directory: Path, *, tokenizer_json: str | None) -> None:
     """Writes config.json, the weights as safetensors in fp32, and the tokenizer. A collective of all ranks.
 
@@ -22,7 +27,7 @@ def export(model: ParallelModel, directory: Path, *, tokenizer_json: str | None)
     ``directory`` is whole or absent.
     """
     groups, plan = model.groups, model.plan
-    partial = directory.with_name(directory.name + ".partial")
+    partial = partial_folder(directory)
     if groups.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -23,6 +23,7 @@ from fourfold.planner import consequences
 from fourfold.recipe import Problem, RecipeError, RunPlan, check, load, to_toml
 from fourfold.report import print_consequences
 from fourfold.trainer.data import Rows, check_vocabulary
+from fourfold.trainer.export import partial_folder
 from fourfold.trainer.loop import Outcome, train
 from fourfold.trainer.ranks import Stopped, fork_ranks
 from fourfold.trainer.text import TokenSet, load_tokens
@@ -47,27 +48,33 @@ def run(recipe_file: Path, overrides: Sequence[str]) -> int:
         RecipeError: anything wrong with the recipe, before a process is started or a file written.
         RankFailure: a rank failed.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        try:
+            plan = check(load(recipe_file, overrides))
+            return _join(plan, _device_type(plan))
+        except RecipeError:
+            if os.environ["RANK"] == "0":
+                raise
+            return 2  # every rank finds the same, one says it
     plan = check(load(recipe_file, overrides))
     device = _device_type(plan)
-    if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
-        return _join(plan, device)
     if device == "cuda":
         _check_gpus(plan, torch.cuda.device_count())
         config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=plan.grid.size, rdzv_backend="c10d",
                               rdzv_endpoint="localhost:0", run_id=plan.recipe.output.name, max_restarts=0)  # fmt: skip
         codes = elastic_launch(config, _elastic_rank)(recipe_file, list(overrides))
         return max(codes.values())
+    weights = initial_weights(plan)  # here and not on each rank: the ranks share this process's memory
     prepared = prepare(plan)
-    interrupted = 0
     try:
-        outcomes = fork_ranks(plan.grid.size, lambda rank: _train(prepared, torch.device("cpu")))
+        outcomes = fork_ranks(plan.grid.size, lambda rank: _train(prepared, weights, torch.device("cpu")))
     except Stopped as stopped:
-        outcomes, interrupted = stopped.results, stopped.signal
-    except BaseException:
-        _remove_if_empty(prepared.folder)
-        raise
+        summarize(prepared, stopped.results[0], killed=stopped.killed)
+        return 128 + stopped.signal
+    finally:
+        _clear(prepared.folder)
     summarize(prepared, outcomes[0])
-    return 128 + interrupted if interrupted else 0
+    return 0
 
 
 def prepare(plan: RunPlan) -> Prepared:
@@ -77,8 +84,12 @@ def prepare(plan: RunPlan) -> Prepared:
     check_vocabulary(tokens, plan)
     Rows(tokens, seq_len=recipe.batch.seq_len, seed=recipe.data.seed)
     print_consequences(consequences(plan))
-    folder = new_folder(Path(recipe.output.dir), recipe.output.name)
-    (folder / "recipe.toml").write_text(to_toml(recipe), encoding="utf-8")
+    try:
+        folder = new_folder(Path(recipe.output.dir), recipe.output.name)
+        (folder / "recipe.toml").write_text(to_toml(recipe), encoding="utf-8")
+    except OSError as error:
+        rule = f"cannot be written to: {error.filename}: {error.strerror}"
+        raise RecipeError([Problem("output.dir", recipe.output.dir, rule)]) from None
     console = Console(soft_wrap=True, highlight=False)
     console.print(
         f"\nText: {len(tokens.lengths):,} documents, {len(tokens.tokens):,} tokens, {tokens.vocab_size} entries; "
@@ -89,47 +100,60 @@ def prepare(plan: RunPlan) -> Prepared:
 
 def new_folder(parent: Path, name: str) -> Path:
     """Makes ``parent/name``, or ``name-2``, ``name-3`` ... if that run exists already."""
+    parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
         folder = parent / (name if number == 1 else f"{name}-{number}")
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
         except FileExistsError:
             number += 1
         else:
             return folder
 
 
-def _remove_if_empty(folder: Path) -> None:
-    """A run that failed before its first step leaves no folder."""
+def _clear(folder: Path) -> None:
+    """What a run that did not end well leaves is no half model, and no folder if it made no step."""
+    shutil.rmtree(partial_folder(folder / "model"), ignore_errors=True)
     metrics = folder / "metrics.jsonl"
     if not metrics.exists() or metrics.stat().st_size == 0:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def summarize(prepared: Prepared, outcome: Outcome) -> None:
-    """Prints how the run ended, for the reader who comes back to it."""
-    console, last = Console(soft_wrap=True, highlight=False), outcome.last
-    if last is None:
-        console.print("No step was made.")
+def summarize(prepared: Prepared, outcome: Outcome | None, *, killed: bool = False) -> None:
+    """Prints how the run ended, for the reader who comes back to it. ``outcome`` None: the ranks could not say."""
+    console = Console(soft_wrap=True, highlight=False)
+    if outcome is None or outcome.last is None:
+        why = "The ranks were killed" if killed else "Stopped before the first step"
+        kept = prepared.folder / "metrics.jsonl"
+        console.print(f"\n{why}; no model was written." + (f" Metrics: {kept}" if kept.exists() else ""))
         return
+    last = outcome.last
     recipe, entropy = prepared.plan.recipe, prepared.tokens.unigram_entropy
     relation = "below" if last.loss < entropy else "above"
-    how = "Stopped" if outcome.stopped else "Finished"
+    how = "Stopped" if outcome.stopped_by else "Finished"
     console.print(
         f"\n{how} after {last.step} of {recipe.train.steps} steps, {last.tokens:,} tokens in {outcome.seconds:.0f} s "
         f"({last.tokens / outcome.seconds:,.0f} tokens/s).\n"
-        f"Last loss {last.loss:.4f}, {abs(entropy - last.loss):.2f} nats {relation} the unigram entropy {entropy:.3f}.\n"
+        f"Last loss {last.loss:.4f}, {abs(entropy - last.loss):.2f} nats {relation} the unigram entropy "
+        f"{entropy:.3f}.\n"
         f"Metrics: {prepared.folder / 'metrics.jsonl'}\n"
         f"Model:   {prepared.folder / 'model'} (Hugging Face format)"
     )
 
 
 def initial_weights(plan: RunPlan) -> WeightSource:
-    """Weights of the directory that ``model.path`` names, if it has any, else random ones from ``train.seed``."""
+    """Weights of the directory that ``model.path`` names, if it has any, else random ones from ``train.seed``.
+
+    Raises:
+        RecipeError: the directory's weights cannot be read, or are not those of the model.
+    """
     path, config, seed = plan.recipe.model.path, plan.config, plan.recipe.train.seed
     if path is not None and any(Path(path).glob("*.safetensors")):
-        return from_state(huggingface.load(path, config, dtype=torch.float32))
+        try:
+            return from_state(huggingface.load(path, config, dtype=torch.float32))
+        except (ValueError, OSError, SafetensorError) as error:
+            raise RecipeError([Problem("model.path", path, f"its weights cannot be used: {error}")]) from None
 
     def draw(name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
         rows, columns = (*slices, slice(None))[:2]
@@ -138,42 +162,47 @@ def initial_weights(plan: RunPlan) -> WeightSource:
     return draw
 
 
-def _train(prepared: Prepared, device: torch.device) -> Outcome:
+def _train(prepared: Prepared, weights: WeightSource, device: torch.device) -> Outcome:
     """The work of one rank whose default process group is up."""
     plan = prepared.plan
     groups = connect(plan.grid, device.type)
-    return train(plan, prepared.tokens, prepared.folder, groups=groups, weights=initial_weights(plan), device=device)
+    return train(plan, prepared.tokens, prepared.folder, groups=groups, weights=weights, device=device)
 
 
 def _join(plan: RunPlan, device_type: str) -> int:
     """One rank among those that torchrun, or PyTorch's elastic launcher, has started."""
     torch.set_num_threads(1 if device_type == "cpu" else torch.get_num_threads())
-    device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0)) if device_type == "cuda" else None)
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device_type == "cuda" else "cpu")
     world = int(os.environ["WORLD_SIZE"])
     if world != plan.grid.size:
         rule = f"tp x cp x pp x dp = {plan.grid.size} must equal the number of processes, {world}"
         raise RecipeError([Problem("layout", None, rule)])
+    weights = initial_weights(plan)
+    shared: list[Any] = [None, None]  # what rank 0 prepared, and what is wrong if it could not
+    if os.environ["RANK"] == "0":
+        try:
+            shared[0] = prepare(plan)
+        except RecipeError as error:  # told to all, or they would wait for this rank
+            shared[1] = error.problems
     if device_type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo", device_id=device if device_type == "cuda" else None
     )
-    shared: list[Any] = [None, None]  # what rank 0 prepared, and the error if it could not
-    if dist.get_rank() == 0:
-        try:
-            shared[0] = prepare(plan)
-        except RecipeError as error:
-            shared[1] = error
     dist.broadcast_object_list(shared, src=0)
-    prepared, error = shared
-    if error is not None:
-        raise RecipeError(error.problems)
-    outcome = _train(prepared, device)
+    prepared, problems = shared
+    if problems is not None:
+        raise RecipeError(problems)
+    try:
+        outcome = _train(prepared, weights, device)
+    finally:
+        if dist.get_rank() == 0:
+            _clear(prepared.folder)
     if dist.get_rank() == 0:
         summarize(prepared, outcome)
     dist.barrier()
     dist.destroy_process_group()
-    return 128 + signal.SIGTERM if outcome.stopped else 0
+    return 128 + outcome.stopped_by if outcome.stopped_by else 0
 
 
 @record
@@ -192,5 +221,8 @@ def _device_type(plan: RunPlan) -> str:
 
 def _check_gpus(plan: RunPlan, num_gpus: int) -> None:
     if plan.grid.size > num_gpus:
-        rule = f"tp x cp x pp x dp = {plan.grid.size} ranks need as many GPUs, this machine has {num_gpus}; on several, use torchrun"
+        rule = (
+            f"tp x cp x pp x dp = {plan.grid.size} ranks need as many GPUs, this machine has {num_gpus}; "
+            "on several machines, use torchrun"
+        )
         raise RecipeError([Problem("layout", None, rule)])

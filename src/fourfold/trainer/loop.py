@@ -21,11 +21,11 @@ from fourfold.trainer.text import TokenSet
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the last step's metrics (if any), the seconds of the loop, and whether it was asked to stop."""
+    """How a run ended: the last step's metrics, if any, the seconds of the loop, and the signal that ended it or 0."""
 
     last: StepMetrics | None
     seconds: float
-    stopped: bool
+    stopped_by: int
 
 
 def train(
@@ -38,7 +38,7 @@ def train(
     optimizer = make_optimizer(model.gradients.weights, settings, tied=plan.config.tied)
     rows = Rows(tokens, seq_len=recipe.batch.seq_len, seed=recipe.data.seed)
     loader = Loader(rows, plan, groups.grid.coordinates(groups.rank).dp)
-    metrics, stopped, started = None, False, time.monotonic()
+    metrics, stopped_by, started = None, 0, time.monotonic()
 
     with Reporter(folder if groups.rank == 0 else None, recipe.train.steps) as reporter:
         for step in range(recipe.train.steps):
@@ -65,7 +65,7 @@ def train(
                 sanity.check_weights(model)
 
             # All ranks stop after the same step, or none: whoever stopped alone would leave the others waiting.
-            peak, stop = model.world_max([float(peak_memory(device)), float(stop_request.made)])
+            peak, stop = model.world_max([float(peak_memory(device)), float(stop_request.signal)])
             seconds = time.monotonic() - step_started
             num_tokens = recipe.batch.sequences * recipe.batch.seq_len
             metrics = StepMetrics(
@@ -83,19 +83,24 @@ def train(
             every = recipe.output.action_log_every
             if every and (step + 1) % every == 0:
                 write_action_log(folder, groups.rank, step + 1, totals.log)
-            if stopped := bool(stop):
+            if stopped_by := int(stop):
                 break
         seconds = time.monotonic() - started
         export(model, folder / "model", tokenizer_json=tokens.tokenizer_json)
-    return Outcome(metrics, seconds, stopped)
+    return Outcome(metrics, seconds, stopped_by)
 
 
 class StopRequest:
-    """Turns SIGTERM into a question that the loop asks once per step."""
+    """Turns SIGINT and SIGTERM into a question that the loop asks once per step. ``signal`` is the number, or 0.
+
+    A signal that this process ignores stays ignored: forked ranks leave SIGINT to their parent.
+    """
 
     def __init__(self) -> None:
-        self.made = False
-        signal.signal(signal.SIGTERM, self._make)
+        self.signal = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._make)
 
     def _make(self, number: int, frame: object) -> None:
-        self.made = True
+        self.signal = number

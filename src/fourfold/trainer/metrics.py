@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import time
@@ -21,7 +22,7 @@ from fourfold.parallel import LoggedAction
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of metrics.jsonl. The keys are those of docs/formats.md."""
+    """One line of metrics.jsonl, with the keys of docs/formats.md. A number that is not finite is null there."""
 
     step: int
     loss: float
@@ -85,7 +86,9 @@ class Reporter:
         """Writes the line of one step."""
         if self._file is None:
             return
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        # JSON has no nan and no infinity.
+        values = {k: v if math.isfinite(v) else None for k, v in asdict(metrics).items()}
+        self._file.write(json.dumps(values) + "\n")
         head = f"step {metrics.step:>{len(str(self._num_steps))}}/{self._num_steps}"
         rest = f"loss {metrics.loss:7.4f}  norm {metrics.grad_norm:6.2f}  {metrics.tokens_per_second:8,.0f} tokens/s"
         if self._progress is not None:

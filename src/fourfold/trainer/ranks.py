@@ -11,6 +11,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -30,9 +31,12 @@ import torch.distributed as dist
 SETTLE = 1.0
 # How long ranks that were asked to stop may take, in seconds, before they are killed.
 GRACE = 8.0
+# Signals that come closer together, in seconds, are one request: a wrapper may pass on what the terminal sends as well.
+ONE_REQUEST = 0.5
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class RankFailure(RuntimeError):
+class RankFailure(RuntimeError):  # noqa: N818 - it reports an error of another process
     """A rank failed, and with it the run. ``rank`` is the one that failed first; the message starts with it."""
 
     def __init__(self, rank: int, message: str) -> None:
@@ -41,12 +45,19 @@ class RankFailure(RuntimeError):
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the ranks were asked to end, and did
-    """All ranks ended well after a signal. ``signal`` is its number, ``results`` what the ranks returned."""
+    """The ranks ended after a signal.
 
-    def __init__(self, number: int, results: list[Any]) -> None:
+    Attributes:
+        signal: its number.
+        results: what the ranks returned; None of a rank that ended before its work was done.
+        killed: whether ranks had to be killed, since they did not end by themselves or the user would not wait.
+    """
+
+    def __init__(self, number: int, results: list[Any], *, killed: bool) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.signal = number
         self.results = results
+        self.killed = killed
 
 
 @dataclass(frozen=True)
@@ -57,74 +68,109 @@ class _Report:
     error: str | None = None
     time: float = 0.0
     secondary: bool = False  # an error of a broken connection, most likely the echo of another rank's end
+    terminated: bool = False  # died by SIGTERM, as it should if that came before the work could handle it
 
 
-def fork_ranks(num_ranks: int, work: Callable[[int], Any], *, timeout: float | None = None) -> list[Any]:
+def fork_ranks(
+    num_ranks: int, work: Callable[[int], Any], *, timeout: float | None = None, grace: float = GRACE
+) -> list[Any]:
     """Runs ``work(rank)`` in ``num_ranks`` forked processes joined in a gloo group, and returns what each returned.
 
-    SIGINT and SIGTERM are passed on to the ranks as SIGTERM, once; those that have not ended :data:`GRACE` seconds
-    later are killed.
+    The first SIGINT or SIGTERM is passed on to the ranks as SIGTERM; those that have not ended ``grace`` seconds later,
+    or when a second one comes, are killed. Ranks do not outlive this process, however it ends.
 
     Args:
         num_ranks: processes to start.
         work: called in each; what it returns must be picklable.
         timeout: seconds for all of it; None for no limit.
+        grace: seconds that ranks may take to stop.
 
     Raises:
         RankFailure: a rank raised, or died by a signal; all others have been ended. The culprit's message comes first.
-        Stopped: a signal was passed on, and all ranks ended well.
+        Stopped: a signal was passed on, and the ranks ended.
         TimeoutError: the time is over.
+        OSError: the system starts no more processes.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # what is in the buffer would be written once by every child
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
-        ranks = _Ranks(num_ranks, work, Path(folder) / "rendezvous")
-        with ranks.passing_on_signals():
-            return ranks.supervise(timeout)
+    ranks = _Ranks()
+    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder, _Handlers(ranks.stop):
+        try:
+            ranks.start(num_ranks, work, Path(folder) / "rendezvous")
+            ranks.supervise(timeout, grace)
+        finally:
+            ranks.end()
+    return ranks.results()
 
 
 class _Ranks:
-    def __init__(self, num_ranks: int, work: Callable[[int], Any], rendezvous: Path) -> None:
-        context = get_context("fork")
+    def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []
         self.reports: dict[int, _Report] = {}
         self.stopped_by: int | None = None
         self.stopping_since = 0.0
-        for rank in range(num_ranks):
-            receiving, sending = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_child, args=(rank, num_ranks, work, rendezvous, sending), name=f"rank{rank}"
-            )
-            process.start()
-            sending.close()
-            self.processes.append(process)
-            self.pipes.append(receiving)
+        self.impatient = False
+        self.killed = False
+        self.lifeline = os.pipe()  # nothing is ever written: it breaks when this process ends
 
-    def supervise(self, timeout: float | None) -> list[Any]:
-        start, failed_at = time.monotonic(), None
+    def start(self, num_ranks: int, work: Callable[[int], Any], rendezvous: Path) -> None:
+        context = get_context("fork")
+        # A signal must not find a process that is no longer the parent and not yet a rank.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            while len(self.reports) < len(self.processes):
-                now = time.monotonic()
-                self._collect(0.2)
-                if failed_at is None and any(r.error is not None for r in self.reports.values()):
-                    failed_at = now
-                if failed_at is not None and now - failed_at > SETTLE:
-                    break
-                if timeout is not None and now - start > timeout:
-                    raise TimeoutError(f"{len(self.processes)} ranks did not end within {timeout:.0f} s")
-                if self.stopped_by is not None and now - self.stopping_since > GRACE:
-                    raise TimeoutError(f"the ranks were asked to stop, did not within {GRACE:.0f} s, and were killed")
+            for rank in range(num_ranks):
+                receiving, sending = context.Pipe(duplex=False)
+                place = _Place(rank, num_ranks, rendezvous, sending, self.lifeline)
+                process = context.Process(target=_child, args=(place, work), name=f"rank{rank}")
+                process.start()
+                sending.close()
+                self.processes.append(process)
+                self.pipes.append(receiving)
         finally:
-            self._end_all()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def supervise(self, timeout: float | None, grace: float) -> None:
+        """Returns when all ranks have ended, or should be ended."""
+        start, failed_at = time.monotonic(), None
+        while len(self.reports) < len(self.processes):
+            self._collect(0.2)
+            now = time.monotonic()
+            if failed_at is None and any(r.error is not None for r in self.reports.values()):
+                failed_at = now
+            if failed_at is not None and now - failed_at > SETTLE:
+                return
+            if timeout is not None and now - start > timeout:
+                raise TimeoutError(f"{len(self.processes)} ranks did not end within {timeout:.0f} s")
+            if self.impatient or (self.stopped_by is not None and now - self.stopping_since > grace):
+                self.killed = True
+                return
+
+    def results(self) -> list[Any]:
+        """What the ranks returned, or one exception for all of them."""
         failures = {rank: report for rank, report in self.reports.items() if report.error is not None}
+        if self.stopped_by is not None:  # then these are ways to stop
+            failures = {rank: r for rank, r in failures.items() if not (r.secondary or r.terminated)}
         if failures:
             rank = min(failures, key=lambda r: (failures[r].secondary, failures[r].time))
             raise RankFailure(rank, f"rank {rank} failed\n{failures[rank].error}")
-        results = [self.reports[rank].result for rank in range(len(self.processes))]
+        results = [self.reports.get(rank, _Report()).result for rank in range(len(self.processes))]
         if self.stopped_by is not None:
-            raise Stopped(self.stopped_by, results)
+            raise Stopped(self.stopped_by, results, killed=self.killed)
         return results
+
+    def stop(self, number: int, frame: object) -> None:
+        """Handles a signal: asks the ranks to stop."""
+        now = time.monotonic()
+        if self.stopped_by is not None:
+            self.impatient = self.impatient or now - self.stopping_since > ONE_REQUEST
+            return
+        self.stopped_by, self.stopping_since = number, now
+        # Not through sys.stderr, which this handler may have interrupted.
+        os.write(2, f"\n{signal.Signals(number).name}: stopping all ranks; a second one kills them\n".encode())
+        for process in self.processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGTERM)
 
     def _collect(self, seconds: float) -> None:
         open_pipes = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in self.reports}
@@ -133,11 +179,12 @@ class _Ranks:
             rank = open_pipes[pipe]
             try:
                 self.reports[rank] = pickle.loads(pipe.recv_bytes())
-            except EOFError:  # it ended without a report
+            except (EOFError, OSError):  # it ended without a report, or within it
                 self.processes[rank].join()
                 self.reports[rank] = _death(self.processes[rank].exitcode)
 
-    def _end_all(self) -> None:
+    def end(self) -> None:
+        """Kills what still runs. Afterwards no process is left."""
         for process in self.processes:
             process.join(0.5 if len(self.reports) == len(self.processes) else 0)
             if process.is_alive():
@@ -145,24 +192,22 @@ class _Ranks:
         for process in self.processes:
             process.join()
 
-    def passing_on_signals(self) -> _Handlers:
-        def stop(number: int, frame: object) -> None:
-            if self.stopped_by is not None:
-                return
-            self.stopped_by, self.stopping_since = number, time.monotonic()
-            for process in self.processes:
-                if process.is_alive() and process.pid is not None:
-                    os.kill(process.pid, signal.SIGTERM)
-
-        return _Handlers(stop)
+        for end in self.lifeline:
+            os.close(end)
 
 
 def _death(exit_code: int | None) -> _Report:
-    """The report of a rank that left none: gloo, for one, aborts the process when two ranks disagree on a size."""
-    if exit_code is not None and exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        return _Report(error=f"killed by signal {name}", time=-1.0)  # before any traceback: those are its echo
-    return _Report(error=f"ended with exit code {exit_code} and without a message", time=0.0)
+    """The report of a rank that left none."""
+    if exit_code is None or exit_code >= 0:
+        return _Report(error=f"ended with exit code {exit_code} and without a message")
+    name = {number.value: number.name for number in signal.Signals}.get(-exit_code, str(-exit_code))
+    hints = {
+        "SIGABRT": ", as gloo does when two ranks disagree on the size of a message; what it said is above",
+        "SIGKILL": ", as the system does when memory runs out",
+    }
+    # Its time is before any traceback's: those are its echo.
+    error = f"killed by signal {name}{hints.get(name, '')}"
+    return _Report(error=error, time=-1.0, terminated=name == "SIGTERM")
 
 
 class _Handlers:
@@ -173,7 +218,7 @@ class _Handlers:
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             self._former[number] = signal.signal(number, self._handler)
 
     def __exit__(self, *exception: object) -> None:
@@ -181,29 +226,55 @@ class _Handlers:
             signal.signal(number, handler)
 
 
-def _child(rank: int, num_ranks: int, work: Callable[[int], Any], rendezvous: Path, pipe: Connection) -> None:
+@dataclass(frozen=True)
+class _Place:
+    """What a forked process is told about itself: its rank, and how to reach the others and the parent."""
+
+    rank: int
+    num_ranks: int
+    rendezvous: Path
+    pipe: Connection
+    lifeline: tuple[int, int]
+
+
+def _child(place: _Place, work: Callable[[int], Any]) -> None:
     # A thread pool of the parent does not survive a fork: the first parallel operation would wait for it for ever.
     torch.set_num_threads(1)
     # A terminal sends Ctrl-C to all processes of the group, but who stops, and when, is for the parent to say. Until
     # the work sets its own handler, SIGTERM ends a rank at once.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    os.close(place.lifeline[1])
+    threading.Thread(target=_end_with_parent, args=(place.lifeline[0],), daemon=True).start()
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks, timeout=timedelta(minutes=30)
+            "gloo",
+            init_method=f"file://{place.rendezvous}",
+            rank=place.rank,
+            world_size=place.num_ranks,
+            timeout=timedelta(minutes=30),
         )
-        report = _Report(result=work(rank))
+        report = _Report(result=work(place.rank))
         dist.barrier()
         dist.destroy_process_group()
+        # Plain pickling: multiprocessing's own would hand over tensors through file descriptors that die with us.
+        message = pickle.dumps(report)
     except BaseException as error:
         text = traceback.format_exc().rstrip()
         report = _Report(error=text, time=time.monotonic(), secondary=_is_echo(error))
+        message = pickle.dumps(report)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # Plain pickling: multiprocessing's own would hand over tensors through file descriptors that die with this process.
-    pipe.send_bytes(pickle.dumps(report))
+    place.pipe.send_bytes(message)
     # Not through the interpreter's exit, where a process group that is still referenced can abort the process.
     os._exit(0 if report.error is None else 1)
+
+
+def _end_with_parent(lifeline: int) -> None:
+    """Ends this rank when its parent is gone, be it by SIGKILL: nobody would stop it, or hear of it, any more."""
+    os.read(lifeline, 1)
+    os._exit(1)
 
 
 def _is_echo(error: BaseException) -> bool:

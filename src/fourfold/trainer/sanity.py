@@ -34,6 +34,9 @@ def check_inputs(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> N
 
 def check_gradients(model: ParallelModel) -> None:
     """Before the optimizer steps: every trained weight has a finished gradient, and no weight is gathered."""
+    for weight in model.gradients.weights:
+        if weight.sharded.grad is None:
+            raise SanityError(f"{weight.name} is trained but received no gradient")
     for index, stage in model.stages.items():
         if gathered := stage.gathered():
             raise SanityError(f"stage {index}: weights are still gathered: {', '.join(gathered)}")
@@ -74,7 +77,7 @@ def _checksum(tensors: Iterable[Tensor]) -> int:
     value = 0
     for tensor in tensors:
         # A copy: NumPy would pin the memory of a gathered weight, which FSDP2 must be able to free.
-        value = zlib.crc32(tensor.detach().clone().cpu().view(torch.uint8).numpy(), value)
+        value = zlib.crc32(tensor.detach().clone().cpu().view(torch.uint8).numpy().data, value)
     return value
 
 

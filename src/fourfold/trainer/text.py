@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +93,7 @@ def _plays() -> list[str]:
         text = re.sub(r" +$", "", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
         starts = [match.start() for match in DOCUMENT_HEADING.finditer(text)]
         bounds = [0, *starts[1:], len(text)]  # title and "ACT I" belong to the first scene
-        scenes += [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        scenes += [text[a:b] for a, b in pairwise(bounds)]
     return scenes
 
 
@@ -123,12 +124,17 @@ def _tokenize(texts: Sequence[str], name: str) -> TokenSet:
     else:
         rule = 'must be "bytes", "bpe:N", or the path of a tokenizer.json'
         raise RecipeError([Problem("data.tokenizer", name, rule, ("bytes", "bpe:512"))])
+    # A file may ask for both; here a document is neither cut nor filled up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
-    documents = [np.array(item.ids, dtype=np.int32) for item in encoded]
-    return _pack(documents, tokenizer.get_vocab_size(), tokenizer.to_str())
+    documents = [np.array(item.ids, dtype=np.int32) for item in encoded if item.ids]
+    if not documents:
+        raise RecipeError([Problem("data.tokenizer", name, "finds no token in the text")])
+    # The ids of a file may have gaps: what counts is the largest.
+    return _pack(documents, max(tokenizer.get_vocab().values()) + 1, tokenizer.to_str())
 
 
 def _pack(documents: Sequence[np.ndarray], vocab_size: int, tokenizer_json: str | None) -> TokenSet:
-    documents = [document for document in documents if len(document)]
     lengths = np.array([len(document) for document in documents], dtype=np.int64)
     return TokenSet(np.concatenate(documents), lengths, vocab_size, tokenizer_json)

