@@ -74,7 +74,10 @@ def schedule(
     from fourfold.layout import generate, validate
     from fourfold.report.schedule import schedule_json, schedule_text
 
-    made = generate(pp=pp, v=v, num_micro_batches=nmb, kind=kind, nc=nc, zero=zero)
+    try:
+        made = generate(pp=pp, v=v, num_micro_batches=nmb, kind=kind, nc=nc, zero=zero)
+    except ValueError as error:
+        raise ValueError(str(error).replace("num_micro_batches", "nmb")) from None  # as it is called here
     validate(made)
     print(json.dumps(schedule_json(made)) if as_json else schedule_text(made))
     return 0
@@ -83,7 +86,7 @@ def schedule(
 def main() -> None:
     """Entry point of ``fourfold``. User mistakes end with one message and exit code 2, failures of a run with 1."""
     try:
-        code = app(result_action="return_value")
+        code = app(sys.argv[1:], result_action="return_value")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2

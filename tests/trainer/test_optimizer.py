@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from tests.parallel import harness
 ADAMW = Optimizer(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=0.0)
 
 
-def rates(steps: int, **settings: float) -> list[float]:
+def rates(steps: int, **settings: Any) -> list[float]:
     return [learning_rate(s, steps=steps, settings=Optimizer(**settings)) for s in range(steps)]
 
 
@@ -101,7 +101,7 @@ def adamw_reference(case: harness.Case) -> dict[str, Tensor]:
     for step in range(case.steps):
         batches = [b for group in range(case.dp) for b, _ in harness.micro_batches(case, step, group)]
         count = sum(int((cast(Tensor, b.labels) >= 0).sum()) for b in batches)
-        (sum(model(b.tokens, b) for b in batches) / count).backward()
+        torch.stack([model(b.tokens, b) for b in batches]).sum().div(count).backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.detach().clone() for name, parameter in named.items()}

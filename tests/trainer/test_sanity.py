@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def test_a_sound_step_passes(case: harness.Case) -> None:
 
 
 NORM = "layers.0.attention_norm.weight"
-FAULTS = {
+FAULTS: dict[str, tuple[harness.Case, dict[str, Any], set[int], str]] = {
     "different tokens over tp": (TP_DP, {"token": lambda rank: int(rank == 1)}, {0, 1}, "the tokens of the batch"),
     "different tokens over cp and pp": (
         harness.Case(cp=2, pp=2, layers=2),

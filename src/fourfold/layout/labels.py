@@ -17,12 +17,12 @@ class Label(NamedTuple):
     """What a labelled range of a trace is.
 
     Attributes:
-        dimension: of the group that communicates: tp, cp, pp, dp, fsdp (dp x cp) or world. Schedule actions are pp.
-        kind: a schedule action (F, B, SEND_F, GATHER ...) or a collective (all_gather, reduce_scatter, all_reduce).
+        dimension: tp, cp, pp, dp, fsdp (dp x cp) or world. Schedule actions are pp, and GATHER, REDUCE and FREE fsdp.
+        kind: a schedule action (F, B, SEND_F, GATHER ...) or a collective (all_gather, reduce_scatter, all_reduce ...).
         group: the smallest global rank of the group, which with the dimension names it.
         stage: virtual stage, -1 outside of one.
         micro_batch: -1 outside of one.
-        sequence: counts the ranges of this dimension on this rank, from 0; equal on all members of a group.
+        sequence: counts the ranges of this group on this rank, from 0; members of a group agree on it, but for pp.
     """
 
     dimension: str

@@ -18,12 +18,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fourfold.model import Llama
-from fourfold.parallel.torch_private import reduce_gradients
+from fourfold.parallel.groups import Groups
+from fourfold.parallel.torch_private import LabelledAllGather, LabelledReduceScatter, reduce_gradients
 
 
 class ShardedStage:
@@ -31,12 +31,12 @@ class ShardedStage:
 
     Args:
         module: the stage; its parameters are DTensors over the TP mesh.
-        mesh: the dp x cp mesh.
+        groups: of this rank; the weights are sharded over dp x cp.
         zero: ZeRO mode.
         dtype: of computation and gathered weights. Master weights stay in their own.
     """
 
-    def __init__(self, module: Llama, *, mesh: DeviceMesh, zero: int, dtype: torch.dtype) -> None:
+    def __init__(self, module: Llama, *, groups: Groups, zero: int, dtype: torch.dtype) -> None:
         self.module = module
         self._per_layer = zero == 3
         # Inputs are not cast: the stage's boundary tensors are in dtype already and the batch has only integers.
@@ -44,7 +44,7 @@ class ShardedStage:
 
         def shard(part: nn.Module) -> None:
             if any(True for _ in part.parameters()):
-                fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=self._per_layer)
+                fully_shard(part, mesh=groups.fsdp_mesh, mp_policy=policy, reshard_after_forward=self._per_layer)
 
         if self._per_layer:
             for layer in module.layers.values():
@@ -54,6 +54,8 @@ class ShardedStage:
             # Both are needed for a plain sum, and neither reaches the modules below (a silent trap of torch 2.13).
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+            part.set_custom_all_gather(LabelledAllGather(groups.fsdp.labelled))
+            part.set_custom_reduce_scatter(LabelledReduceScatter(groups.fsdp.labelled))
             # FSDP2 guesses the next module of a backward from the last forwards, which here are other micro-batches'.
             part.set_modules_to_backward_prefetch([part])
         if isinstance(module, FSDPModule):

@@ -104,28 +104,24 @@ class Gradients:
         groups, other = self.groups, torch.empty_like(own)
         peer = groups.grid.pp - 1 if first else 0
         outgoing, incoming = (groups.to_higher, groups.to_lower) if first else (groups.to_lower, groups.to_higher)
-        works = [
-            dist.isend(own.contiguous(), group=outgoing.process_group, group_dst=peer),
-            dist.irecv(other, group=incoming.process_group, group_src=peer),
-        ]
-        for work in works:
-            assert work is not None
-            work.wait()
+        with groups.to_higher.labelled("exchange"):
+            works = [
+                dist.isend(own.contiguous(), group=outgoing.process_group, group_dst=peer),
+                dist.irecv(other, group=incoming.process_group, group_src=peer),
+            ]
+            for work in works:
+                assert work is not None
+                work.wait()
         return other
 
     def norm(self, kind: float = 2.0) -> float:
         """The norm of all gradients of the model together, 2 or inf; the same number on every rank."""
         parts = [weight.gradient for weight in self.weights if weight.counted and weight.local.numel()]
-        device = self.weights[0].local.device if self.weights else torch.device("cpu")
-        norms = [torch.linalg.vector_norm(part.float(), kind).double() for part in parts]
-        each = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
+        norms = [torch.linalg.vector_norm(part, kind).double() for part in parts]
+        each = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
         if math.isinf(kind):
-            total = each.amax()
-            dist.all_reduce(total, dist.ReduceOp.MAX, group=self.groups.world.process_group)
-            return total.item()
-        total = each.square().sum()
-        dist.all_reduce(total, group=self.groups.world.process_group)
-        return total.sqrt().item()
+            return self.groups.world.total([each.amax().item()], dist.ReduceOp.MAX)[0]
+        return math.sqrt(self.groups.world.total([each.square().sum().item()])[0])
 
     def clip(self, norm: float, limit: float) -> None:
         """Scales all gradients so that their norm, which is ``norm`` now, is at most ``limit``."""

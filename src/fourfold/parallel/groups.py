@@ -8,6 +8,7 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +94,13 @@ class Group:
             return x
         return _sum_in_rank_order(self.all_gather(x.unsqueeze(0))).to(x.dtype)
 
+    def total(self, values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
+        """Sums, or maxima, of a few numbers over the ranks, in fp64; in the order of the back end."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        with self.labelled("all_reduce"):
+            dist.all_reduce(tensor, op, group=self.process_group)
+        return tensor.tolist()
+
 
 class Pending:
     """A collective that has been started."""
@@ -112,10 +120,13 @@ class Pending:
 
 
 def _sum_in_rank_order(blocks: Tensor) -> Tensor:
-    """[ranks, ...] -> the sum over ranks, left to right, in at least fp32. ``torch.sum`` promises no order."""
+    """[ranks, ...] -> the sum over ranks, left to right, in at least fp32; it may overwrite ``blocks``.
+
+    ``torch.sum`` promises no order.
+    """
     total = blocks[0] if blocks.dtype == torch.float64 else blocks[0].float()
     for block in blocks[1:]:
-        total = total.add_(block) if total.data_ptr() != block.data_ptr() else total + block
+        total.add_(block)
     return total
 
 
@@ -160,10 +171,10 @@ def connect(grid: Grid, device_type: str) -> Groups:
     # Only the members of a group create it: at 16,384 ranks nobody waits for a thousand groups of others.
     to_lower = dist.new_group(dist.get_process_group_ranks(to_higher), use_local_synchronization=True)
     world = dist.group.WORLD
-    assert world is not None and to_lower is not None
     position = Position()
 
-    def group(name: str, process_group: dist.ProcessGroup) -> Group:
+    def group(name: str, process_group: dist.ProcessGroup | int | None) -> Group:
+        assert isinstance(process_group, dist.ProcessGroup)
         return Group(name, process_group, position, device_type)
 
     return Groups(

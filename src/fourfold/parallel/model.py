@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fourfold.model import Batch
 from fourfold.parallel.batch import LocalBatch
 from fourfold.parallel.gradients import Gradients, trained_weights
-from fourfold.parallel.groups import Group, Groups
+from fourfold.parallel.groups import Groups
 from fourfold.parallel.pipeline import LoggedAction, Pipeline
 from fourfold.parallel.stage import TIED_HEAD, WeightSource, build_stages
 from fourfold.parallel.torch_private import whole_tensor
@@ -79,25 +79,18 @@ class ParallelModel:
             for batch, rows in micro_batches
         ]
         valid = sum(int((batch.labels >= 0).sum()) for batch, _ in micro_batches if batch.labels is not None)
-        valid_tokens = int(self._sum(groups.dp, float(valid)))
+        valid_tokens = int(groups.dp.total([valid])[0])
         result = self.pipeline.step(local, gradient_scale=1.0 / max(valid_tokens, 1))
         self.gradients.finish()
         # All TP ranks of the last stage have the same losses: one of them reports.
         reports = result.losses is not None and groups.tp.rank == 0
         own = result.losses.double().sum().item() if reports and result.losses is not None else 0.0
-        loss = self._sum(groups.world, own) / max(valid_tokens, 1)
+        loss = groups.world.total([own])[0] / max(valid_tokens, 1)
         return StepTotals(loss, valid_tokens, result.log)
-
-    def _sum(self, group: Group, value: float) -> float:
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, group=group.process_group)
-        return tensor.item()
 
     def world_max(self, values: Sequence[float]) -> list[float]:
         """The largest of each value over all ranks."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.groups.world.process_group)
-        return tensor.tolist()
+        return self.groups.world.total(values, dist.ReduceOp.MAX)
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""

@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from fourfold.layout import Stage
 from fourfold.model import Llama, Ops
+from fourfold.model.llama import Weight
 from fourfold.parallel.data import ShardedStage
 from fourfold.parallel.groups import Groups
 from fourfold.parallel.tensor import placement_of, sharded_ops
@@ -29,7 +30,7 @@ def build_stages(
     ops = sharded_ops(plan.config, groups)
     return {
         stage.index: ShardedStage(
-            _build(stage, plan, groups, ops, weights, device), mesh=groups.fsdp_mesh, zero=plan.zero, dtype=dtype
+            _build(stage, plan, groups, ops, weights, device), groups=groups, zero=plan.zero, dtype=dtype
         )
         for stage in plan.stages
         if stage.index % plan.grid.pp == groups.pp_rank
@@ -42,7 +43,7 @@ def _build(stage: Stage, plan: RunPlan, groups: Groups, ops: Ops, weights: Weigh
         if module.output is not None and module.output is module.tok_embeddings:
             # Both ends of a tied model get a copy, also where they meet in one process: FSDP2 would sum the gradients
             # of a shared one in the dtype of computation. Their gradients are summed in fp32 at the end of the step.
-            module.output = type(module.output)(*module.output.weight.shape)
+            module.output = Weight(plan.config.padded_vocab, plan.config.dim)
     for name, parameter in list(module.named_parameters()):
         holder = module.get_submodule(name.rpartition(".")[0])
         shape = tuple(parameter.shape)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fourfold.model import Batch, Ops, attention
+from fourfold.parallel.batch import LocalBatch
 from fourfold.parallel.context import gather_keys_values
 from fourfold.parallel.groups import Group, Groups
 from fourfold.parallel.torch_private import LocalPart
@@ -58,6 +59,7 @@ def sharded_ops(config: ModelConfig, groups: Groups) -> Ops:
         return local(weight)[kv_rows] if whole else local(weight)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        assert isinstance(batch, LocalBatch)
         k, v = gather_keys_values(k, v, batch.key_order, cp)
         return attention(q, k, v, batch)
 
@@ -183,8 +185,8 @@ class VocabCrossEntropy(Function):
     """Summed cross-entropy of logits whose vocabulary is split over the TP ranks.
 
     ``apply(logits [n, V / tp], labels [n], vocab_size, tp) -> fp32 scalar``, the same on all TP ranks. Labels of -1
-    count nothing, and entries from ``vocab_size`` on are padding. One all-gather of three numbers per token and rank is all
-    that travels; no rank ever holds the logits of the whole vocabulary.
+    count nothing, and entries from ``vocab_size`` on are padding. All that travels is one all-gather of three numbers
+    per token and rank; no rank ever holds the logits of the whole vocabulary.
     """
 
     @staticmethod

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd import profiler as autograd_profiler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
 
@@ -21,6 +26,28 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def profiler_runs() -> bool:
     """Whether a PyTorch profiler records at this moment (an execution trace observer alone does not count)."""
     return autograd_profiler._is_profiler_enabled
+
+
+class LabelledAllGather(DefaultAllGather):
+    """FSDP2's all-gather under a name in traces; ``labelled(kind)`` opens the named range."""
+
+    def __init__(self, labelled: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self._labelled = labelled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        with self._labelled("all_gather"):
+            return super().__call__(*args, **kwargs)
+
+
+class LabelledReduceScatter(DefaultReduceScatter):
+    """FSDP2's reduce-scatter under a name in traces."""
+
+    def __init__(self, labelled: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self._labelled = labelled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work:
+        with self._labelled("reduce_scatter"):
+            return super().__call__(*args, **kwargs)
 
 
 def reduce_gradients(stage: nn.Module) -> None:
@@ -44,8 +71,8 @@ def reduce_gradients(stage: nn.Module) -> None:
 class LocalPart(Function):
     """This rank's part of a weight, ``apply(weight) -> Tensor``: ``weight.to_local()`` at a third of the time.
 
-    ``to_local`` works out anew in every backward how the gradient is laid out. Here it is laid out as the weight is, and a
-    step calls this for every weight and micro-batch.
+    ``to_local`` works out anew in every backward how the gradient is laid out. Here it is laid out as the weight is,
+    and a step calls this for every weight and micro-batch.
     """
 
     @staticmethod
@@ -74,6 +101,7 @@ def whole_tensor(tensor: DTensor) -> Tensor:
     logger.setLevel(logging.ERROR)
     try:
         # full_tensor aliases the weight where a group has one member.
-        return tensor.detach().full_tensor().clone()
+        with torch.no_grad():
+            return tensor.full_tensor().clone()
     finally:
         logger.setLevel(former)
