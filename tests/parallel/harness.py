@@ -231,7 +231,10 @@ def sequential(case: Case) -> Case:
     """The same rows and steps on one rank: what REF computes."""
     return Case(
         nmb=case.nmb * case.dp * case.micro_batch,
-        **{f: getattr(case, f) for f in ("steps", "tied", "vocab", "kv", "heads", "layers", "rows", "freeze", "clip", "clip_type")},
+        **{
+            f: getattr(case, f)
+            for f in ("steps", "tied", "vocab", "kv", "heads", "layers", "rows", "freeze", "clip", "clip_type")
+        },
     )
 
 

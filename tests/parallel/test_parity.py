@@ -11,9 +11,7 @@ from fourfold.recipe import parameter_shapes
 
 ODD_LENGTHS = ((2,), (3,), (64,), (17,), (9, 31), (1, 1, 5))
 
-FOUR_DIMENSIONS = [
-    Case(tp=tp, cp=cp, pp=pp, dp=dp, v=pp, nmb=3) for tp, cp, pp, dp in product((1, 2), repeat=4)
-]
+FOUR_DIMENSIONS = [Case(tp=tp, cp=cp, pp=pp, dp=dp, v=pp, nmb=3) for tp, cp, pp, dp in product((1, 2), repeat=4)]
 DEEP_PIPELINES = [
     Case(pp=pp, v=v, nmb=5, layers=7, split=split)
     for pp, v, split in (
@@ -22,7 +20,8 @@ DEEP_PIPELINES = [
 ]  # fmt: skip
 MICRO_BATCH_COUNTS = [Case(pp=4, v=2, nmb=nmb, layers=8, steps=2) for nmb in range(1, 18)]
 ROUNDS = [Case(pp=2, v=2, nmb=7, nc=nc, schedule="flexible", steps=2, zero=2) for nc in range(1, 8)] + [
-    Case(pp=4, v=2, nmb=nmb, nc=nc, schedule="flexible", steps=2) for nc, nmb in ((4, 5), (4, 7), (5, 7), (6, 13), (7, 7))
+    Case(pp=4, v=2, nmb=nmb, nc=nc, schedule="flexible", steps=2)
+    for nc, nmb in ((4, 5), (4, 7), (5, 7), (6, 13), (7, 7))
 ]
 ZERO = [Case(zero=zero, **layout) for zero in (1, 2, 3) for layout in (
     {"pp": 2, "v": 2, "dp": 2, "nmb": 5, "nc": 2, "schedule": "flexible"}, {"tp": 2, "cp": 2}, {"dp": 3, "nmb": 2},
@@ -56,7 +55,9 @@ FROZEN = [
     Case(pp=2, freeze=("tok_embeddings", "layers.0", "layers.1"), nmb=3),
     Case(pp=4, freeze=("tok_embeddings", "layers.0", "layers.1"), nmb=4),
     Case(pp=2, v=2, tp=2, freeze=("tok_embeddings", "layers.0", "layers.2.feed_forward"), nmb=3, zero=3),
-    Case(tp=2, freeze=tuple(n for n in parameter_shapes(Case().plan().config) if "norm" not in n)),  # only norms are trained
+    Case(
+        tp=2, freeze=tuple(n for n in parameter_shapes(Case().plan().config) if "norm" not in n)
+    ),  # only norms are trained
 ]
 CLIPPED = [
     Case(pp=2, clip=0.5),

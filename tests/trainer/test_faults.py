@@ -170,6 +170,22 @@ def test_two_runs_of_one_name_at_a_time(folder: Path) -> None:
         assert (folder / "runs" / name / "model" / "config.json").exists()
 
 
+def test_a_reader_who_goes_away_before_the_first_step_leaves_no_folder(folder: Path) -> None:
+    def patch() -> None:
+        plain = launch.new_folder
+
+        def made(*args: Any) -> Path:
+            reading, writing = os.pipe()
+            os.close(reading)
+            os.dup2(writing, 1)
+            return plain(*args)
+
+        launch.new_folder = made  # type: ignore[assignment]
+
+    assert train(folder, patch=patch).code == 1
+    assert list((folder / "runs").iterdir()) == []
+
+
 def test_a_full_disk(folder: Path) -> None:
     # No file may grow beyond 4 KiB: metrics fit, the model does not.
     def patch() -> None:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch._dynamo  # the first DTensor imports it, which takes 0.8 s: once here, not in every forked rank
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function

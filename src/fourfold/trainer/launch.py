@@ -84,17 +84,23 @@ def prepare(plan: RunPlan) -> Prepared:
     check_vocabulary(tokens, plan)
     Rows(tokens, seq_len=recipe.batch.seq_len, seed=recipe.data.seed)
     print_consequences(consequences(plan))
-    try:
-        folder = new_folder(Path(recipe.output.dir), recipe.output.name)
-        (folder / "recipe.toml").write_text(to_toml(recipe), encoding="utf-8")
-    except OSError as error:
-        rule = f"cannot be written to: {error.filename}: {error.strerror}"
-        raise RecipeError([Problem("output.dir", recipe.output.dir, rule)]) from None
     console = Console(soft_wrap=True, highlight=False)
     console.print(
         f"\nText: {len(tokens.lengths):,} documents, {len(tokens.tokens):,} tokens, {tokens.vocab_size} entries; "
-        f"unigram entropy {tokens.unigram_entropy:.3f} nats per token\nRun folder: {folder}\n"
+        f"unigram entropy {tokens.unigram_entropy:.3f} nats per token"
     )
+    folder = None
+    try:
+        folder = new_folder(Path(recipe.output.dir), recipe.output.name)
+        (folder / "recipe.toml").write_text(to_toml(recipe), encoding="utf-8")
+        console.print(f"Run folder: {folder}\n")
+    except BaseException as error:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        rule = f"cannot be written to: {error.filename}: {error.strerror}"
+        raise RecipeError([Problem("output.dir", recipe.output.dir, rule)]) from None
     return Prepared(plan, tokens, folder)
 
 
