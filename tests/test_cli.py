@@ -56,7 +56,7 @@ def test_schedule_as_text() -> None:
             "error: kind = '1f1b' with v = 2: 1f1b has one virtual stage per rank; "
             "legal: v = 1, or kind = 'interleaved'\n",
         ),
-        ("--pp 4 --nmb 8 --nc 9", "error: nc = 9: must be at most num_micro_batches = 8; nearest legal: 8\n"),
+        ("--pp 4 --nmb 8 --nc 9", "error: nc = 9: must be at most nmb = 8; nearest legal: 8\n"),
     ],
 )
 def test_illegal_combination_is_one_sentence(arguments: str, message: str) -> None:

@@ -19,6 +19,9 @@ from fourfold.parallel import MicroBatch, ParallelModel, connect
 from fourfold.recipe import RunPlan, check, from_table
 from fourfold.trainer.ranks import fork_ranks
 
+# REF runs in the process that forks. On busy cores a second thread would mostly spin.
+torch.set_num_threads(1)
+
 LR = 0.1
 SEED = 7
 GRADIENT_STEPS = 2  # gathering every gradient takes longer than a step: only in the first ones

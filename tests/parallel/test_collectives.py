@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -107,7 +108,7 @@ def test_the_log_is_the_plan() -> None:
     plan = case.plan().schedule
     for pp_rank, log in fork_ranks(case.world, work, timeout=60):
         assert tuple(entry.action for entry in log) == plan.actions[pp_rank]
-        assert all(a.start <= a.end <= b.start for a, b in zip(log, log[1:], strict=False))
+        assert all(a.start <= a.end <= b.start for a, b in pairwise(log))
         assert all(0 <= entry.wait <= entry.end - entry.start for entry in log)
         assert sum(entry.wait for entry in log) > 0
 

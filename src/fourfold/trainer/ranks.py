@@ -6,6 +6,7 @@ and take 7 MB each, where sixteen interpreters would take nine seconds.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -116,6 +117,8 @@ class _Ranks:
 
     def start(self, num_ranks: int, work: Callable[[int], Any], rendezvous: Path) -> None:
         context = get_context("fork")
+        # What exists now is left alone by the ranks' garbage collectors: looking at it would copy it into each.
+        gc.freeze()
         # A signal must not find a process that is no longer the parent and not yet a rank.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
@@ -129,6 +132,7 @@ class _Ranks:
                 self.pipes.append(receiving)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            gc.unfreeze()
 
     def supervise(self, timeout: float | None, grace: float) -> None:
         """Returns when all ranks have ended, or should be ended."""
