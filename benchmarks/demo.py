@@ -20,7 +20,7 @@ BAR = 1e-4
 
 
 def losses(recipe: str, steps: int, folder: Path) -> list[float]:
-    """Of a run of the first steps; the learning rate is that of the whole run, whose warm-up is longer than a few steps."""
+    """Of a run of the first steps only. They are part of the warm-up, so their learning rates are the whole run's."""
     arguments = [f"train.steps={steps}", f"output.dir={folder}", "output.name=run"]
     command = [sys.executable, "-m", "fourfold.cli", "train", str(ROOT / "recipes" / recipe)]
     for argument in arguments:

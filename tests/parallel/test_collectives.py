@@ -15,7 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
 from fourfold.layout import Grid, parse_label
+from fourfold.model import Batch
 from fourfold.parallel import connect
+from fourfold.parallel.batch import LocalBatch
 from fourfold.trainer.ranks import fork_ranks
 from tests.parallel.harness import Case, compare, make_model, micro_batches, reference, run, sequential, train_rank
 
@@ -207,3 +209,42 @@ def test_outputs_are_freed_before_backward() -> None:
         return alive
 
     assert fork_ranks(2, work, timeout=60)[0] == [False] * 4
+
+
+@pytest.mark.parametrize("case", [Case(pp=2, nmb=2, zero=1), Case(pp=2, dp=2, v=2, nmb=2, zero=2), Case(dp=2, zero=3)])
+def test_several_passes_add_up(case: Case) -> None:
+    """Three passes of two micro-batches give the gradients of one pass of six: nothing is scaled at a pass's end."""
+    six = replace(case, nmb=6, steps=1)
+
+    def work(rank: int) -> dict[str, torch.Tensor]:
+        model = make_model(case)
+        grid = model.groups.grid
+        batches = micro_batches(six, 0, grid.coordinates(rank).dp)
+        local = [LocalBatch.of(b, rows, cp=1, cp_rank=0, tp=1, cp_split="head_tail") for b, rows in batches]
+        every = [b for group in range(case.dp) for b, _ in micro_batches(six, 0, group)]
+        scale = 1 / sum(int((b.labels >= 0).sum()) for b in every if b.labels is not None)
+        for start in (0, 2, 4):
+            model.pipeline.step(local[start : start + 2], gradient_scale=scale)
+        model.gradients.finish()
+        return {name: grad for name, grad in model.whole_weights(gradients=True) if grad is not None}
+
+    got = {name: grad for part in fork_ranks(case.world, work, timeout=60) for name, grad in part.items()}
+    for name, want in reference(sequential(six)).gradients[0].items():
+        error = torch.linalg.vector_norm(got[name][: len(want)] - want) / torch.linalg.vector_norm(want)
+        assert error < 1e-5, name
+
+
+def test_positions_travel_with_their_tokens() -> None:
+    """Two documents of eight, cp 2: rank 0 looks up the rotary entries of its tokens, not 0, 1, 2 (Megatron 5243)."""
+    tokens = torch.arange(16)
+    rows = [[8, 8]]
+    batch = Batch.from_rows(tokens, rows)
+    parts = [LocalBatch.of(batch, rows, cp=2, cp_rank=rank, tp=3, cp_split="head_tail") for rank in (0, 1)]
+    assert [part.num_tokens for part in parts] == [9, 9]  # eight each, padded to a multiple of tp
+    assert parts[0].tokens.tolist() == [0, 1, 2, 3, 12, 13, 14, 15, 0]
+    assert parts[0].positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0]
+    assert parts[0].documents.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, -1]
+    assert parts[1].positions.tolist() == [4, 5, 6, 7, 0, 1, 2, 3, 0]
+    assert parts[1].labels is not None
+    assert parts[1].labels.tolist() == [5, 6, 7, -1, 9, 10, 11, 12, -1]
+    assert parts[0].key_order.tolist() == [0, 1, 2, 3, 9, 10, 11, 12, 13, 14, 15, 16, 4, 5, 6, 7]

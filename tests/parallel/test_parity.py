@@ -45,7 +45,7 @@ DOCUMENTS = [
     Case(cp=4, rows=((2,), (64,))),  # ranks 2 and 3 have no token at all in the first micro-batch
     Case(cp=4, tp=2, rows=((1,), (3,), (30, 2))),
     Case(cp=4, rows=((1,), (1,))),  # not one valid label in the whole step
-    Case(pp=2, v=2, nmb=6, rows=ODD_LENGTHS),
+    Case(pp=2, v=2, nmb=5, rows=ODD_LENGTHS),  # other lengths in every step, too
     Case(tp=2, pp=2, dp=2, nmb=3, rows=ODD_LENGTHS),
     Case(tp=2, cp=2, pp=2, nmb=6, rows=ODD_LENGTHS, cp_split="per_document"),
     Case(dp=2, rows=((1, 1, 2, 1), (63,))),  # 1 and 62 valid labels on the two groups
