@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fourfold.model import fill, huggingface
@@ -25,7 +27,7 @@ from fourfold.report import print_consequences
 from fourfold.trainer.data import Rows, check_vocabulary
 from fourfold.trainer.export import partial_folder
 from fourfold.trainer.loop import Outcome, train
-from fourfold.trainer.ranks import Stopped, fork_ranks
+from fourfold.trainer.ranks import RankFailure, Stopped, fork_ranks
 from fourfold.trainer.text import TokenSet, load_tokens
 
 
@@ -60,10 +62,7 @@ def run(recipe_file: Path, overrides: Sequence[str]) -> int:
     device = _device_type(plan)
     if device == "cuda":
         _check_gpus(plan, torch.cuda.device_count())
-        config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=plan.grid.size, rdzv_backend="c10d",
-                              rdzv_endpoint="localhost:0", run_id=plan.recipe.output.name, max_restarts=0)  # fmt: skip
-        codes = elastic_launch(config, _elastic_rank)(recipe_file, list(overrides))
-        return max(codes.values())
+        return launch_elastic(plan.grid.size, recipe_file, overrides, device)
     weights = initial_weights(plan)  # here and not on each rank: the ranks share this process's memory
     prepared = prepare(plan)
     try:
@@ -75,6 +74,37 @@ def run(recipe_file: Path, overrides: Sequence[str]) -> int:
         _clear(prepared.folder)
     summarize(prepared, outcomes[0])
     return 0
+
+
+def launch_elastic(num_ranks: int, recipe_file: Path, overrides: Sequence[str], device: str) -> int:
+    """Starts the ranks through PyTorch's elastic launcher: CUDA does not survive a fork.
+
+    Returns:
+        The exit code, as :func:`run`.
+
+    Raises:
+        RankFailure: a rank failed; the message begins with the first one's.
+    """
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id=uuid4().hex,
+        max_restarts=0,
+    )
+    try:
+        codes = elastic_launch(config, _elastic_rank)(recipe_file, list(overrides), device)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        # A dictionary if the rank wrote its traceback, a sentence if it died by a signal.
+        message = failure.message
+        text = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message
+        raise RankFailure(rank, f"rank {rank} failed\n{text}") from None
+    except SignalException as stop:
+        return 128 + stop.sigval
+    return max(codes.values())
 
 
 def prepare(plan: RunPlan) -> Prepared:
@@ -212,8 +242,8 @@ def _join(plan: RunPlan, device_type: str) -> int:
 
 
 @record
-def _elastic_rank(recipe_file: Path, overrides: list[str]) -> int:
-    return _join(check(load(recipe_file, overrides)), "cuda")
+def _elastic_rank(recipe_file: Path, overrides: list[str], device: str) -> int:
+    return _join(check(load(recipe_file, overrides)), device)
 
 
 def _device_type(plan: RunPlan) -> str:
