@@ -220,8 +220,10 @@ class Outbox:
     """Holds what is being sent, and lets go of each tensor as soon as its send is done.
 
     gloo never reports a send as completed unless somebody waits for it, so a thread does; waiting releases the
-    interpreter.
+    interpreter. Under NCCL, waiting would make the device's later computations wait for the send: there it polls.
     """
+
+    POLL_SECONDS = 0.001
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[dist.Work, Tensor] | threading.Event] = queue.SimpleQueue()
@@ -252,7 +254,13 @@ class Outbox:
                 item.set()
                 continue
             try:
-                item[0].wait()
+                work, tensor = item
+                if tensor.is_cuda:
+                    while not work.is_completed():
+                        time.sleep(self.POLL_SECONDS)
+                else:
+                    work.wait()
+                del work, tensor
             except BaseException as error:  # handed to the main thread by flush
                 self._error = self._error or error
             del item
