@@ -87,7 +87,7 @@ def run_rank(schedule: Schedule, num_steps: int) -> list[tuple[LoggedAction, ...
     """One rank: the action logs of some steps, after one for warming up."""
     groups = connect(Grid(pp=schedule.pp), "cpu")
     stages = {
-        stage: SleepingStage(schedule, stage) for stage in range(groups.pp_rank, schedule.num_stages, schedule.pp)
+        stage: SleepingStage(schedule, stage) for stage in range(groups.pp.rank, schedule.num_stages, schedule.pp)
     }
     pipeline = Pipeline(schedule, stages, groups, width=WIDTH, dtype=torch.float32)  # type: ignore[arg-type]
     batches = [Batch.from_rows(torch.zeros(TOKENS, dtype=torch.int64), [[TOKENS]])] * schedule.num_micro_batches

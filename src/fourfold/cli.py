@@ -11,6 +11,8 @@ from cyclopts import App, Parameter
 
 from fourfold import __version__
 
+USER_ERROR, RUN_FAILED = 2, 1  # exit codes
+
 app = App(
     name="fourfold",
     help="Plan, simulate, train and debug Llama-style models with four kinds of parallelism: TP, CP, PP and FSDP.",
@@ -37,9 +39,16 @@ def train(
     recipe
         TOML file; docs/formats.md lists the keys.
     """
+    from fourfold.recipe import RecipeError
     from fourfold.trainer.launch import run
+    from fourfold.trainer.ranks import RankFailure
 
-    return run(recipe, overrides)
+    try:
+        return run(recipe, overrides)
+    except RecipeError as error:
+        return _fail(error, USER_ERROR)
+    except (RankFailure, TimeoutError, OSError) as error:
+        return _fail(error, RUN_FAILED)
 
 
 @app.command
@@ -78,22 +87,23 @@ def schedule(
     try:
         made = generate(pp=pp, v=v, num_micro_batches=nmb, kind=kind, nc=nc, zero=zero)
     except ValueError as error:
-        raise ValueError(str(error).replace("num_micro_batches", "nmb")) from None  # as it is called here
+        return _fail(str(error).replace("num_micro_batches", "nmb"), USER_ERROR)  # as it is called here
     validate(made)
     print(json.dumps(schedule_json(made)) if as_json else schedule_text(made))
     return 0
 
 
+def _fail(error: object, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
 def main() -> None:
-    """Entry point of ``fourfold``. User mistakes end with one message and exit code 2, failures of a run with 1."""
+    """Entry point of ``fourfold``. What a user can mend ends with one message; anything else is a bug and shows where."""
     try:
         code = app(sys.argv[1:], result_action="return_value")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 2
-    except (RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 1
+    except BrokenPipeError:
+        code = RUN_FAILED
     except KeyboardInterrupt:
         code = 130
     sys.exit(code if isinstance(code, int) else 0)

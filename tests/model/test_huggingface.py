@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fourfold.model import Batch, Llama, initialise
-from fourfold.model.huggingface import load, load_config, name_from_hf, name_to_hf, save
+from fourfold.model.huggingface import load, load_config, name_from_hf, name_to_hf, open_weights, save
 from fourfold.recipe import ModelConfig, RopeScaling, parameter_shapes
 
 CONFIG = ModelConfig(32, 3, 4, 2, 48, 61, rope_scaling=RopeScaling(8.0, original_max_positions=64))
@@ -137,3 +137,23 @@ def test_transformers_reads_ours_and_we_read_theirs(tmp_path: Path, config: Mode
     assert (len(list(theirs_path.glob("*.safetensors"))) > 1) == sharded
     assert load_config(theirs_path) == config
     assert_equal(load(theirs_path), state)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parts_are_read_without_the_whole(tmp_path: Path, tied: bool) -> None:
+    """Any rows and columns, the padded vocabulary rows included, equal those of the loaded whole."""
+    config = ModelConfig(
+        dim=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=24, vocab_size=21, vocab_multiple=8, tied=tied
+    )
+    model = Llama(config)
+    initialise(model, seed=3)
+    save(model.state_dict(), config, tmp_path)
+    whole, read = load(tmp_path, config), open_weights(tmp_path, config)
+    assert whole["tok_embeddings.weight"].shape == (24, 16)
+    for name in parameter_shapes(config):
+        rows, *columns = whole[name].shape
+        for start, stop in ((0, rows), (rows // 2, rows), (rows - 2, rows), (0, rows // 2)):
+            slices = (slice(start, stop), *(slice(size // 2, None) for size in columns))
+            assert torch.equal(read(name, slices), whole[name][slices]), (name, slices)
+    with pytest.raises(ValueError, match="shape"):
+        open_weights(tmp_path, config.replace(ffn_dim=32))

@@ -146,7 +146,7 @@ def make_model(case: Case) -> ParallelModel:
 def train_rank(case: Case, each_step: Callable[[ParallelModel, int], None] = lambda model, step: None) -> Outcome:
     """The work of one rank."""
     model = make_model(case)
-    group = model.groups.grid.coordinates(model.groups.rank).dp
+    group = model.groups.coordinates.dp
     outcome = Outcome()
     for step in range(case.steps):
         totals = model.forward_backward(micro_batches(case, step, group))

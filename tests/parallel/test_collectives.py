@@ -57,7 +57,7 @@ def spied_step(case: Case) -> list[tuple[str, torch.dtype]]:
         return call
 
     model = make_model(case)
-    group = model.groups.grid.coordinates(model.groups.rank).dp
+    group = model.groups.coordinates.dp
     model.forward_backward(micro_batches(case, 0, group))
     model.zero_grad()
     for name in names:
@@ -83,6 +83,15 @@ def test_bf16_is_near_the_reference() -> None:
     compare(run(case), reference(sequential(case)), tolerance=6e-2)
 
 
+def test_a_frequent_token_keeps_learning_in_bf16() -> None:
+    """Two thousand gradients of eight entries are summed in fp32; in bf16 the sums were 5 % off."""
+    case = Case(tp=2, dtype="bfloat16", rows=((2048,),), vocab=8, nmb=1, layers=2, steps=1)
+    got, want = run(case).gradients[0], reference(sequential(case)).gradients[0]
+    for name in ("tok_embeddings.weight", "output.weight"):
+        error = torch.linalg.vector_norm(got[name][:8] - want[name]) / torch.linalg.vector_norm(want[name])
+        assert error < 2e-2, (name, error)
+
+
 @pytest.mark.parametrize(
     ("zero", "reduces_per_stage", "gathers_per_stage"),
     [(1, 1, 1), (2, 2, 1), (3, 5, 10)],  # nmb 5 in rounds of 3 and 2; ZeRO-3 gathers for each forward and backward
@@ -105,7 +114,7 @@ def test_the_log_is_the_plan() -> None:
 
     def work(rank: int) -> Any:
         model = make_model(case)
-        return model.groups.pp_rank, model.forward_backward(micro_batches(case, 0, rank // 2)).log
+        return model.groups.pp.rank, model.forward_backward(micro_batches(case, 0, rank // 2)).log
 
     plan = case.plan().schedule
     for pp_rank, log in fork_ranks(case.world, work, timeout=60):

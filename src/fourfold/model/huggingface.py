@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -175,8 +176,7 @@ def load(
     shapes = parameter_shapes(config)
     state: dict[str, Tensor] = {}
     for their_name, tensor in _read(directory):
-        # Old files repeat the rotary frequencies in every layer, or store the head of a tied model.
-        if their_name.endswith("rotary_emb.inv_freq") or (config.tied and their_name == "lm_head.weight"):
+        if _ignored(their_name, config):
             continue
         name = name_from_hf(their_name)
         state[name] = _imported(tensor, name, shapes.get(name), config, dtype)
@@ -186,34 +186,77 @@ def load(
     return state
 
 
+def open_weights(directory: Path | str, config: ModelConfig) -> Callable[[str, tuple[slice, ...]], Tensor]:
+    """A reader of parts of weights, ``read(our name, slices) -> float32 tensor``, that takes from the files no more.
+
+    Slices (step 1) count in the whole, padded weight; padded rows are zero. The files stay open with the reader.
+    Raises as :func:`load`, at once and not when a weight is read.
+    """
+    directory = Path(directory)
+    shapes = parameter_shapes(config)
+    stored: dict[str, Any] = {}
+    for file in _files(directory):
+        tensors = safe_open(file, framework="pt")
+        for their_name in tensors.keys():  # noqa: SIM118 - not a mapping
+            if not _ignored(their_name, config):
+                stored[name_from_hf(their_name)] = tensors.get_slice(their_name)
+    _require_same(list(stored), shapes, what=str(directory))
+    for name, part in stored.items():
+        _require_shape(name, tuple(part.get_shape()), _exported_shape(name, shapes[name], config))
+
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+        ranges = [range(*part.indices(size)) for part, size in zip(slices, shapes[name], strict=True)]
+        rows = _exported_shape(name, shapes[name], config)[0]
+        first, last = min(ranges[0].start, rows), min(ranges[0].stop, rows)
+        values = stored[name][(slice(first, last), *(slice(r.start, r.stop) for r in ranges[1:]))]
+        out = torch.zeros([len(r) for r in ranges])
+        out[: last - first] = values
+        return out
+
+    return read
+
+
 def load_config(directory: Path | str, *, vocab_multiple: int = 128) -> ModelConfig:
     """The model that the config.json of a directory describes. Raises ValueError if it is not a Llama."""
     return config_from_hf(json.loads((Path(directory) / "config.json").read_text()), vocab_multiple=vocab_multiple)
 
 
 def _read(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    index = directory / _INDEX_FILE
-    files = [_SINGLE_FILE]
-    if not (directory / _SINGLE_FILE).exists() and index.exists():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    for file in files:
-        if not (directory / file).exists():
-            raise FileNotFoundError(
-                f"{directory / file}: no such file; {directory} needs {_SINGLE_FILE} or {_INDEX_FILE}"
-            )
-        with safe_open(directory / file, framework="pt") as tensors:
+    for file in _files(directory):
+        with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 yield name, tensors.get_tensor(name)
+
+
+def _files(directory: Path) -> list[Path]:
+    index = directory / _INDEX_FILE
+    names = [_SINGLE_FILE]
+    if not (directory / _SINGLE_FILE).exists() and index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    for name in names:
+        if not (directory / name).exists():
+            raise FileNotFoundError(
+                f"{directory / name}: no such file; {directory} needs {_SINGLE_FILE} or {_INDEX_FILE}"
+            )
+    return [directory / name for name in names]
+
+
+def _ignored(their_name: str, config: ModelConfig) -> bool:
+    """Old files repeat the rotary frequencies in every layer, or store the head of a tied model."""
+    return their_name.endswith("rotary_emb.inv_freq") or (config.tied and their_name == "lm_head.weight")
+
+
+def _require_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise ValueError(f"{name}: shape {found} in the file, but the config says {wanted}")
 
 
 def _imported(
     tensor: Tensor, name: str, shape: tuple[int, ...] | None, config: ModelConfig, dtype: torch.dtype | None
 ) -> Tensor:
-    stored = shape
-    if shape is not None and name in _VOCABULARY:
-        stored = (config.vocab_size, *shape[1:])
-    if stored is not None and tuple(tensor.shape) != stored:
-        raise ValueError(f"{name}: shape {tuple(tensor.shape)} in the file, but the config says {stored}")
+    stored = None if shape is None else _exported_shape(name, shape, config)
+    if stored is not None:
+        _require_shape(name, tuple(tensor.shape), stored)
     tensor = tensor.to(dtype or tensor.dtype)
     if shape == stored or shape is None:
         return tensor

@@ -1,17 +1,21 @@
 """Takes a model and a layout, and gives stages that run: one file per dimension."""
 
-from fourfold.parallel.groups import Groups, connect
+from fourfold.parallel.gradients import TrainedWeight
+from fourfold.parallel.groups import Group, Groups, connect
 from fourfold.parallel.model import MicroBatch, ParallelModel, StepTotals
 from fourfold.parallel.pipeline import LoggedAction
-from fourfold.parallel.stage import WeightSource, from_state
+from fourfold.parallel.stage import TIED_EMBEDDING, TIED_HEAD, WeightSource
 
 __all__ = [
+    "TIED_EMBEDDING",
+    "TIED_HEAD",
+    "Group",
     "Groups",
     "LoggedAction",
     "MicroBatch",
     "ParallelModel",
     "StepTotals",
+    "TrainedWeight",
     "WeightSource",
     "connect",
-    "from_state",
 ]

@@ -6,7 +6,7 @@ the three ZeRO modes differ in where those events stand, and in nothing else her
 - ZeRO-1 and 2 keep a stage's weights gathered through the step. The stage is one FSDP group, so that one event is one
   collective, run at the event's place.
 - ZeRO-3 gathers weights for one computation at a time. There the events frame what FSDP2 does layer by layer inside
-  that   computation, which never holds more than a layer whole; each layer is a group of its own.
+  that computation: whole are the stage's embedding or head and one layer at a time, each a group of its own.
 
 Gradients are summed, never averaged (the loss is divided by the global token count once), and in fp32: FSDP2
 accumulates unsharded gradients in its reduce dtype, and adds reduced ones in the dtype of the fp32 master weights.
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fourfold.model import Llama
 from fourfold.parallel.groups import Groups
-from fourfold.parallel.torch_private import LabelledAllGather, LabelledReduceScatter, reduce_gradients
+from fourfold.parallel.torch_private import LabelledAllGather, LabelledReduceScatter, reduce_gradients, sums_gradients
 
 
 class ShardedStage:
@@ -66,6 +66,10 @@ class ShardedStage:
     def fsdp_modules(self) -> Iterator[FSDPModule]:
         """The FSDP groups of the stage, none if it has no weights."""
         return (part for part in self.module.modules() if isinstance(part, FSDPModule))
+
+    def sums_gradients(self) -> bool:
+        """Whether FSDP adds gradients, as it must, instead of averaging them."""
+        return all(sums_gradients(part) for part in self.fsdp_modules())
 
     def gather(self) -> None:
         """Runs a GATHER event."""

@@ -103,14 +103,8 @@ class Gradients:
         """Swaps tensors of one shape between the first and the last pipeline rank."""
         groups, other = self.groups, torch.empty_like(own)
         peer = groups.grid.pp - 1 if first else 0
-        outgoing, incoming = (groups.to_higher, groups.to_lower) if first else (groups.to_lower, groups.to_higher)
-        with groups.to_higher.labelled("exchange"):
-            works = [
-                dist.isend(own.contiguous(), group=outgoing.process_group, group_dst=peer),
-                dist.irecv(other, group=incoming.process_group, group_src=peer),
-            ]
-            for work in works:
-                assert work is not None
+        with groups.pp.labelled("exchange"):
+            for work in (groups.send(own.contiguous(), peer), groups.receive(other, peer)):
                 work.wait()
         return other
 

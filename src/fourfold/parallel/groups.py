@@ -1,9 +1,9 @@
 """Process groups of a layout, and the collectives that Fourfold writes itself.
 
-Every collective carries a label in profiler traces (:mod:`fourfold.layout.labels`), and every sum is made in fp32 in
-the order of ranks: the data travel by all-to-all or all-gather in their own dtype, and each rank adds what arrived. So
-a sum repeats bit for bit, on any back end, and a bf16 run loses nothing in it. A group of one rank communicates
-nothing.
+Every collective carries a label in profiler traces (:mod:`fourfold.layout.labels`), and every sum of tensors is made in
+fp32 in the order of ranks: the data travel by all-to-all or all-gather in their own dtype, and each rank adds what
+arrived. So a sum repeats bit for bit, on any back end, and a bf16 run loses nothing in it. A group of one rank
+communicates nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import record_function
 
-from fourfold.layout import Grid
+from fourfold.layout import Coordinates, Grid
 from fourfold.layout.labels import Label
+from fourfold.parallel.channels import Channels, open_channels
 from fourfold.parallel.torch_private import flatten_mesh, profiler_runs
 
 
@@ -132,29 +133,43 @@ def _sum_in_rank_order(blocks: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups that one rank belongs to.
-
-    Messages of the pipeline to a higher pipeline rank and to a lower one have a group each: NCCL keeps all messages
-    between two ranks of one group in one queue, where a send that waits would hold up the receive behind it.
-    """
+    """The groups that one rank belongs to, and its place in the grid."""
 
     grid: Grid
     rank: int
     tp: Group
     cp: Group
+    pp: Group
     dp: Group
     fsdp: Group
     world: Group
-    to_higher: Group
-    to_lower: Group
+    channels: Channels = field(repr=False)
     tp_mesh: DeviceMesh = field(repr=False)
     fsdp_mesh: DeviceMesh = field(repr=False)
     position: Position = field(repr=False)
 
     @property
-    def pp_rank(self) -> int:
-        """This rank's place in its pipeline."""
-        return self.grid.coordinates(self.rank).pp
+    def coordinates(self) -> Coordinates:
+        """This rank's place in each dimension."""
+        return self.grid.coordinates(self.rank)
+
+    def send(self, tensor: Tensor, pp_rank: int) -> dist.Work:
+        """Starts sending to another rank of the pipeline."""
+        group = self.channels[self.pp.rank, pp_rank]
+        work = dist.isend(tensor, dst=self.pp.ranks[pp_rank], group=group)
+        assert work is not None
+        return work
+
+    def receive(self, buffer: Tensor, pp_rank: int) -> dist.Work:
+        """Starts receiving from another rank of the pipeline."""
+        group = self.channels[pp_rank, self.pp.rank]
+        work = dist.irecv(buffer, src=self.pp.ranks[pp_rank], group=group)
+        assert work is not None
+        return work
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        dist.barrier(self.world.process_group)
 
 
 def connect(grid: Grid, device_type: str) -> Groups:
@@ -167,26 +182,23 @@ def connect(grid: Grid, device_type: str) -> Groups:
         raise ValueError(f"{dist.get_world_size()} processes were started, but tp x cp x pp x dp = {grid.size}")
     mesh = init_device_mesh(device_type, (grid.dp, grid.pp, grid.cp, grid.tp), mesh_dim_names=("dp", "pp", "cp", "tp"))
     fsdp_mesh = flatten_mesh(mesh["dp", "cp"], "fsdp")
-    to_higher = mesh["pp"].get_group()
-    # Only the members of a group create it: at 16,384 ranks nobody waits for a thousand groups of others.
-    to_lower = dist.new_group(dist.get_process_group_ranks(to_higher), use_local_synchronization=True)
-    world = dist.group.WORLD
     position = Position()
 
     def group(name: str, process_group: dist.ProcessGroup | int | None) -> Group:
         assert isinstance(process_group, dist.ProcessGroup)
         return Group(name, process_group, position, device_type)
 
+    pp = group("pp", mesh["pp"].get_group())
     return Groups(
         grid=grid,
         rank=dist.get_rank(),
         tp=group("tp", mesh["tp"].get_group()),
         cp=group("cp", mesh["cp"].get_group()),
+        pp=pp,
         dp=group("dp", mesh["dp"].get_group()),
         fsdp=group("fsdp", fsdp_mesh.get_group()),
-        world=group("world", world),
-        to_higher=group("pp", to_higher),
-        to_lower=group("pp", to_lower),
+        world=group("world", dist.group.WORLD),
+        channels=open_channels(pp.ranks, pp.rank),
         tp_mesh=mesh["tp"],
         fsdp_mesh=fsdp_mesh,
         position=position,

@@ -104,7 +104,7 @@ class ParallelModel:
         All ranks must exhaust it together; only those with tp, cp and dp rank 0 get the tensors, the others get None. A
         tied head, which is a second copy, is left out.
         """
-        coordinates = self.groups.grid.coordinates(self.groups.rank)
+        coordinates = self.groups.coordinates
         wanted = (coordinates.tp, coordinates.cp, coordinates.dp) == (0, 0, 0)
         for stage in self.stages.values():
             for name, parameter in stage.module.named_parameters():

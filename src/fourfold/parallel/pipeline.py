@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,9 +21,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fourfold.layout import Action, Kind, Schedule
-from fourfold.model import Batch
+from fourfold.parallel.batch import LocalBatch
 from fourfold.parallel.data import ShardedStage
-from fourfold.parallel.groups import Group, Groups
+from fourfold.parallel.groups import Groups
 
 Message = tuple[str, int, int]  # direction, producing stage, micro-batch: see Action.message
 
@@ -73,7 +74,7 @@ class Pipeline:
         self.dtype = dtype
         self._outbox = Outbox()
 
-    def step(self, batches: Sequence[Batch], *, gradient_scale: float) -> StepResult:
+    def step(self, batches: Sequence[LocalBatch], *, gradient_scale: float) -> StepResult:
         """Forward and backward of all micro-batches. Gradients are added to those that the weights have.
 
         Args:
@@ -94,7 +95,7 @@ class _Step:
     """The state of one step. Keys are messages or (stage, micro-batch)."""
 
     pipeline: Pipeline
-    batches: Sequence[Batch]
+    batches: Sequence[LocalBatch]
     gradient_scale: float
     receiving: dict[Message, tuple[dist.Work, Tensor]] = field(default_factory=dict)
     arrived: dict[Message, Tensor] = field(default_factory=dict)
@@ -104,38 +105,35 @@ class _Step:
     waited: int = 0
 
     def run(self) -> StepResult:
-        pipeline, position = self.pipeline, self.pipeline.groups.position
-        handlers: dict[Kind, Callable[[int, int], None]] = {
+        pipeline, groups = self.pipeline, self.pipeline.groups
+        handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
-            Kind.SEND_FORWARD: self.send_forward,
-            Kind.RECV_FORWARD: self.receive_forward,
-            Kind.SEND_BACKWARD: self.send_backward,
-            Kind.RECV_BACKWARD: self.receive_backward,
-            Kind.GATHER: lambda stage, _: pipeline.stages[stage].gather(),
-            Kind.REDUCE: lambda stage, _: pipeline.stages[stage].reduce(),
-            Kind.FREE: lambda stage, _: pipeline.stages[stage].free(),
+            Kind.SEND_FORWARD: lambda action: self.send(action.message, to_stage=action.stage + 1),
+            Kind.SEND_BACKWARD: lambda action: self.send(action.message, to_stage=action.stage - 1),
+            Kind.RECV_FORWARD: lambda action: self.receive(action.message),
+            Kind.RECV_BACKWARD: lambda action: self.receive(action.message),
+            Kind.GATHER: lambda action: pipeline.stages[action.stage].gather(),
+            Kind.REDUCE: lambda action: pipeline.stages[action.stage].reduce(),
+            Kind.FREE: lambda action: pipeline.stages[action.stage].free(),
         }
         log = []
-        for action in pipeline.schedule.actions[pipeline.groups.pp_rank]:
-            position.stage, position.micro_batch = action.stage, action.micro_batch
-            events = (
-                pipeline.groups.fsdp
-                if action.kind in (Kind.GATHER, Kind.REDUCE, Kind.FREE)
-                else pipeline.groups.to_higher
-            )
+        for action in pipeline.schedule.actions[groups.pp.rank]:
+            groups.position.stage, groups.position.micro_batch = action.stage, action.micro_batch
+            group = groups.fsdp if action.kind in (Kind.GATHER, Kind.REDUCE, Kind.FREE) else groups.pp
             self.waited = 0
             start = time.monotonic_ns()
-            with events.labelled(action.kind.value):
-                handlers[action.kind](action.stage, action.micro_batch)
+            with group.labelled(action.kind.value):
+                handlers[action.kind](action)
             log.append(LoggedAction(action, start, time.monotonic_ns(), self.waited))
-        position.stage = position.micro_batch = -1
+        groups.position.stage = groups.position.micro_batch = -1
         pipeline._outbox.flush()
         assert not (self.receiving or self.arrived or self.inputs or self.outputs), "the schedule left something undone"
         losses = torch.stack([self.losses[m] for m in sorted(self.losses)]) if self.losses else None
         return StepResult(losses, tuple(log))
 
-    def forward(self, stage: int, micro_batch: int) -> None:
+    def forward(self, action: Action) -> None:
+        _, stage, micro_batch = action
         batch = self.batches[micro_batch]
         if stage == 0:
             x = batch.tokens
@@ -156,7 +154,8 @@ class _Step:
         else:
             self.arrived["F", stage, micro_batch] = out.detach()
 
-    def backward(self, stage: int, micro_batch: int) -> None:
+    def backward(self, action: Action) -> None:
+        _, stage, micro_batch = action
         edge = self.outputs.pop((stage, micro_batch))
         if stage == self.pipeline.schedule.num_stages - 1:
             grad = self.losses[micro_batch].new_tensor(self.gradient_scale)
@@ -178,60 +177,41 @@ class _Step:
             return buffer
         return self.arrived.pop(message)
 
-    def send_forward(self, stage: int, micro_batch: int) -> None:
-        self.send(("F", stage, micro_batch), stage + 1)
-
-    def send_backward(self, stage: int, micro_batch: int) -> None:
-        self.send(("B", stage, micro_batch), stage - 1)
-
-    def receive_forward(self, stage: int, micro_batch: int) -> None:
-        self.receive(("F", stage - 1, micro_batch))
-
-    def receive_backward(self, stage: int, micro_batch: int) -> None:
-        self.receive(("B", stage + 1, micro_batch))
-
-    def send(self, message: Message, to_stage: int) -> None:
-        groups, peer = self.pipeline.groups, self.pipeline.schedule.rank_of(to_stage)
-        group = groups.to_higher if peer > groups.pp_rank else groups.to_lower
+    def send(self, message: Message, *, to_stage: int) -> None:
         tensor = self.arrived.pop(message).contiguous()
-        self.pipeline._outbox.put(_isend(tensor, peer, group), tensor)
+        work = self.pipeline.groups.send(tensor, self.pipeline.schedule.rank_of(to_stage))
+        self.pipeline._outbox.put(work, tensor)
 
     def receive(self, message: Message) -> None:
-        groups, peer = self.pipeline.groups, self.pipeline.schedule.rank_of(message[1])
-        group = groups.to_higher if peer < groups.pp_rank else groups.to_lower
-        batch = self.batches[message[2]]
-        buffer = torch.empty(
-            (batch.tokens.shape[0] // groups.tp.size, self.pipeline.width),
-            dtype=self.pipeline.dtype,
-            device=batch.tokens.device,
-        )
-        work = dist.irecv(buffer, group=group.process_group, group_src=peer)
-        assert work is not None
+        pipeline, (_, from_stage, micro_batch) = self.pipeline, message
+        batch = self.batches[micro_batch]
+        shape = (batch.num_tokens // pipeline.groups.tp.size, pipeline.width)
+        buffer = torch.empty(shape, dtype=pipeline.dtype, device=batch.tokens.device)
+        work = pipeline.groups.receive(buffer, pipeline.schedule.rank_of(from_stage))
         self.receiving[message] = (work, buffer)
-
-
-def _isend(tensor: Tensor, peer: int, group: Group) -> dist.Work:
-    work = dist.isend(tensor, group=group.process_group, group_dst=peer)
-    assert work is not None
-    return work
 
 
 class Outbox:
     """Holds what is being sent, and lets go of each tensor as soon as its send is done.
 
     gloo never reports a send as completed unless somebody waits for it, so a thread does; waiting releases the
-    interpreter. Under NCCL, waiting would make the device's later computations wait for the send: there it polls.
+    interpreter. On a GPU waiting would make the device's later computations wait for the send: there, completion is
+    asked for whenever something else is sent.
     """
 
-    POLL_SECONDS = 0.001
-
     def __init__(self) -> None:
+        self._on_device: deque[tuple[dist.Work, Tensor]] = deque()
         self._queue: queue.SimpleQueue[tuple[dist.Work, Tensor] | threading.Event] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def put(self, work: dist.Work, tensor: Tensor) -> None:
         """Takes over a started send."""
+        if tensor.is_cuda:
+            self._on_device.append((work, tensor))
+            while self._on_device and self._on_device[0][0].is_completed():
+                self._on_device.popleft()
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait_for_all, daemon=True, name="fourfold-outbox")
             self._thread.start()
@@ -239,11 +219,12 @@ class Outbox:
 
     def flush(self) -> None:
         """Waits until everything is sent. Raises what a send raised."""
-        if self._thread is None:
-            return
-        done = threading.Event()
-        self._queue.put(done)
-        done.wait()
+        while self._on_device:
+            self._on_device.popleft()[0].wait()
+        if self._thread is not None:
+            done = threading.Event()
+            self._queue.put(done)
+            done.wait()
         if self._error is not None:
             raise self._error
 
@@ -254,13 +235,7 @@ class Outbox:
                 item.set()
                 continue
             try:
-                work, tensor = item
-                if tensor.is_cuda:
-                    while not work.is_completed():
-                        time.sleep(self.POLL_SECONDS)
-                else:
-                    work.wait()
-                del work, tensor
+                item[0].wait()
             except BaseException as error:  # handed to the main thread by flush
                 self._error = self._error or error
             del item

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ def build_stages(
             _build(stage, plan, groups, ops, weights, device), groups=groups, zero=plan.zero, dtype=dtype
         )
         for stage in plan.stages
-        if stage.index % plan.grid.pp == groups.pp_rank
+        if stage.index % plan.grid.pp == groups.pp.rank
     }
 
 
@@ -60,14 +60,3 @@ def _build(stage: Stage, plan: RunPlan, groups: Groups, ops: Ops, weights: Weigh
         trained = not is_frozen(name, plan.recipe.train.freeze, tied=plan.config.tied)
         holder.register_parameter("weight", nn.Parameter(whole, requires_grad=trained))
     return module
-
-
-def from_state(state: Mapping[str, Tensor]) -> WeightSource:
-    """Weights from a state dict of whole tensors."""
-
-    def read(name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
-        if tuple(state[name].shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(state[name].shape)}, the model needs {shape}")
-        return state[name][slices].to(torch.float32, copy=True)
-
-    return read

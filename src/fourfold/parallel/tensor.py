@@ -172,11 +172,32 @@ class ScatterTokens(Function):
         return ctx.tp.all_gather(grads[0]), None
 
 
+class Lookup(Function):
+    """Rows of a table, ``apply(index int64 [n], inside bool [n], table [V, D]) -> [n, D]``, zero where not ``inside``.
+
+    The gradient of a row is summed over the tokens in fp32. In bf16 that of a frequent token would stop growing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, inside: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(index, inside)
+        ctx.num_rows, ctx.dtype = table.shape[0], table.dtype
+        return F.embedding(index, table) * inside.unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        index, inside = ctx.saved_tensors
+        grad = grads[0].float() * inside.unsqueeze(1)
+        # PyTorch's own backward of an embedding, which adds in one order on every device.
+        total = torch.ops.aten.embedding_dense_backward(grad, index, ctx.num_rows, -1, False)
+        return None, None, total.to(ctx.dtype)
+
+
 def embed(tokens: Tensor, weight: Tensor, tp: Group) -> Tensor:
     """Looks up tokens [n] in a table whose entries are split over the TP ranks, [V / tp, D] -> [n / tp, D]."""
     own = tokens - tp.rank * weight.shape[0]
     inside = (own >= 0) & (own < weight.shape[0])
-    found = F.embedding(torch.where(inside, own, 0), weight) * inside.unsqueeze(1)
+    found = Lookup.apply(torch.where(inside, own, 0), inside, weight)
     # With one rank the function would return its input, which autograd makes a view; FSDP2 warns of views.
     return ScatterTokens.apply(found, tp) if tp.size > 1 else found
 

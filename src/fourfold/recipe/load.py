@@ -6,7 +6,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -132,7 +132,7 @@ def _convert(table: Mapping[str, object]) -> tuple[Recipe, list[Problem]]:
     hints = _types(Recipe)
     for name, value in table.items():
         if name not in hints:
-            problems.append(_unknown(name, _home_of(name) or nearest_name(name, hints)))
+            problems.append(_unknown(name, _home_of(name) or nearest_name(name, hints), known=hints))
         elif not isinstance(value, Mapping):
             problems.append(Problem(name, value, f"is a section; write keys under [{name}]"))
         else:
@@ -153,7 +153,8 @@ def _convert_section(
         full = f"{name}.{key}"
         if key not in hints:
             similar = nearest_name(key, hints)
-            problems.append(_unknown(full, _home_of(key) or (f"{name}.{similar}" if similar else None)))
+            near = _home_of(key) or (f"{name}.{similar}" if similar else None)
+            problems.append(_unknown(full, near, known=hints))
             continue
         nested = next((t for t in _alternatives(hints[key]) if isinstance(t, type) and issubclass(t, Section)), None)
         if nested is not None and isinstance(value, Mapping):
@@ -169,8 +170,9 @@ def _convert_section(
     return (None if problems else section(**values)), problems
 
 
-def _unknown(full: str, similar: str | None) -> Problem:
-    return Problem(full, None, "unknown key" + (f"; did you mean {similar}?" if similar else ""))
+def _unknown(full: str, similar: str | None, *, known: Iterable[str]) -> Problem:
+    hint = f"did you mean {similar}?" if similar else f"known here: {', '.join(known)}"
+    return Problem(full, None, f"unknown key; {hint}")
 
 
 def _home_of(key: str) -> str | None:

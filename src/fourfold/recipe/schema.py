@@ -161,7 +161,7 @@ class Cluster(Section, frozen=True, kw_only=True):
     """[cluster]: the machines, as far as a plan needs to know."""
 
     gpu: str | None = None
-    """Kind of GPU, such as h100; omitted: no predicted step time."""
+    """Kind of GPU, such as h100. Kept with the run; nothing reads it yet."""
     gpus_per_node: int = 8
     """GPUs in one node."""
 

@@ -7,11 +7,9 @@ import shutil
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from fourfold.model import huggingface
-from fourfold.parallel import ParallelModel
-from fourfold.parallel.stage import TIED_HEAD
+from fourfold.parallel import TIED_HEAD, ParallelModel
 from fourfold.recipe import stage_shapes
 
 
@@ -31,12 +29,12 @@ def export(model: ParallelModel, directory: Path, *, tokenizer_json: str | None)
     if groups.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    dist.barrier(groups.world.process_group)
+    groups.barrier()
 
     files = huggingface.file_names(plan.grid.pp)
     own = {name: tensor for name, tensor in model.whole_weights() if tensor is not None}
     if own:
-        huggingface.save_file_of(own, plan.config, partial / files[groups.pp_rank])
+        huggingface.save_file_of(own, plan.config, partial / files[groups.pp.rank])
     if groups.rank == 0:
         shapes = stage_shapes(plan.config, plan.stages)
         names = {
@@ -53,6 +51,6 @@ def export(model: ParallelModel, directory: Path, *, tokenizer_json: str | None)
             (partial / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
             settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
             (partial / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    dist.barrier(groups.world.process_group)
+    groups.barrier()
     if groups.rank == 0:
         partial.rename(directory)

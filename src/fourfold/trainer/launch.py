@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fourfold.model import fill, huggingface
-from fourfold.parallel import WeightSource, connect, from_state
+from fourfold.parallel import WeightSource, connect
 from fourfold.planner import consequences
 from fourfold.recipe import Problem, RecipeError, RunPlan, check, load, to_toml
 from fourfold.report import print_consequences
@@ -117,7 +117,8 @@ def prepare(plan: RunPlan) -> Prepared:
     console = Console(soft_wrap=True, highlight=False)
     console.print(
         f"\nText: {len(tokens.lengths):,} documents, {len(tokens.tokens):,} tokens, {tokens.vocab_size} entries; "
-        f"unigram entropy {tokens.unigram_entropy:.3f} nats per token"
+        f"unigram entropy {tokens.unigram_entropy:.3f} nats per token\n"
+        f"Weights: {f'from {recipe.model.path}' if has_weights(plan) else f'random, seed {recipe.train.seed}'}"
     )
     folder = None
     try:
@@ -151,9 +152,13 @@ def new_folder(parent: Path, name: str) -> Path:
 def _clear(folder: Path) -> None:
     """What a run that did not end well leaves is no half model, and no folder if it made no step."""
     shutil.rmtree(partial_folder(folder / "model"), ignore_errors=True)
-    metrics = folder / "metrics.jsonl"
-    if not metrics.exists() or metrics.stat().st_size == 0:
+    if not _made_a_step(folder):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _made_a_step(folder: Path) -> bool:
+    metrics = folder / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_size > 0
 
 
 def summarize(prepared: Prepared, outcome: Outcome | None, *, killed: bool = False) -> None:
@@ -161,8 +166,8 @@ def summarize(prepared: Prepared, outcome: Outcome | None, *, killed: bool = Fal
     console = Console(soft_wrap=True, highlight=False)
     if outcome is None or outcome.last is None:
         why = "The ranks were killed" if killed else "Stopped before the first step"
-        kept = prepared.folder / "metrics.jsonl"
-        console.print(f"\n{why}; no model was written." + (f" Metrics: {kept}" if kept.exists() else ""))
+        kept = f" Metrics: {prepared.folder / 'metrics.jsonl'}" if _made_a_step(prepared.folder) else ""
+        console.print(f"\n{why}; no model was written.{kept}")
         return
     last = outcome.last
     recipe, entropy = prepared.plan.recipe, prepared.tokens.unigram_entropy
@@ -185,17 +190,37 @@ def initial_weights(plan: RunPlan) -> WeightSource:
         RecipeError: the directory's weights cannot be read, or are not those of the model.
     """
     path, config, seed = plan.recipe.model.path, plan.config, plan.recipe.train.seed
-    if path is not None and any(Path(path).glob("*.safetensors")):
+    if has_weights(plan):
+        assert path is not None
         try:
-            return from_state(huggingface.load(path, config, dtype=torch.float32))
+            read = huggingface.open_weights(path, config)
         except (ValueError, OSError, SafetensorError) as error:
             raise RecipeError([Problem("model.path", path, f"its weights cannot be used: {error}")]) from None
+        return lambda name, shape, slices: read(name, slices)
 
     def draw(name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
         rows, columns = (*slices, slice(None))[:2]
         return fill(name, shape, seed, config, rows=rows, columns=columns)
 
     return draw
+
+
+def has_weights(plan: RunPlan) -> bool:
+    """Whether training starts from the weights of ``model.path``.
+
+    Raises:
+        RecipeError: the directory has weights in another format: training from random ones instead would be a trap.
+    """
+    path = plan.recipe.model.path
+    if path is None:
+        return False
+    if any(Path(path).glob("*.safetensors")):
+        return True
+    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in Path(path).glob(pattern))
+    if others:
+        rule = f"must hold weights as safetensors, or none; found {others[0]}"
+        raise RecipeError([Problem("model.path", path, rule)])
+    return False
 
 
 def _train(prepared: Prepared, weights: WeightSource, device: torch.device) -> Outcome:

@@ -37,7 +37,7 @@ def train(
     model = ParallelModel(plan, groups, weights=weights, device=device)
     optimizer = make_optimizer(model.gradients.weights, settings, tied=plan.config.tied)
     rows = Rows(tokens, seq_len=recipe.batch.seq_len, seed=recipe.data.seed)
-    loader = Loader(rows, plan, groups.grid.coordinates(groups.rank).dp)
+    loader = Loader(rows, plan, groups.coordinates.dp)
     metrics, stopped_by, started = None, 0, time.monotonic()
 
     with Reporter(folder if groups.rank == 0 else None, recipe.train.steps) as reporter:

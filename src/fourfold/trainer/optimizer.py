@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fourfold.parallel.gradients import TrainedWeight
+from fourfold.parallel import TrainedWeight
 from fourfold.recipe import Optimizer
 
 

@@ -11,10 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fourfold.parallel import MicroBatch, ParallelModel
-from fourfold.parallel.groups import Group
-from fourfold.parallel.stage import TIED_EMBEDDING, TIED_HEAD
-from fourfold.parallel.torch_private import sums_gradients
+from fourfold.parallel import TIED_EMBEDDING, TIED_HEAD, Group, MicroBatch, ParallelModel
 
 ABSENT = -1  # of a rank that has nothing to compare
 
@@ -28,7 +25,7 @@ def check_inputs(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> N
     mine = _checksum(
         tensor for batch, _ in micro_batches for tensor in (batch.tokens, batch.labels) if tensor is not None
     )
-    for group in (model.groups.tp, model.groups.cp, model.groups.to_higher):
+    for group in (model.groups.tp, model.groups.cp, model.groups.pp):
         _agree(group, mine, "the tokens of the batch")
 
 
@@ -40,9 +37,8 @@ def check_gradients(model: ParallelModel) -> None:
     for index, stage in model.stages.items():
         if gathered := stage.gathered():
             raise SanityError(f"stage {index}: weights are still gathered: {', '.join(gathered)}")
-        for part in stage.fsdp_modules():
-            if not sums_gradients(part):
-                raise SanityError(f"stage {index}: FSDP would average gradients instead of adding them")
+        if not stage.sums_gradients():
+            raise SanityError(f"stage {index}: FSDP would average gradients instead of adding them")
     replicated = _checksum(weight.gradient for weight in model.gradients.weights if weight.replicated)
     _agree(model.groups.tp, replicated, "the gradients of replicated weights")
 
@@ -55,7 +51,7 @@ def check_weights(model: ParallelModel) -> None:
         ends = {w.name: _checksum([w.local]) for w in weights if w.name in (TIED_EMBEDDING, TIED_HEAD)}
         if len(set(ends.values())) > 1:
             raise SanityError("embedding and tied head differ")
-        _agree(model.groups.to_higher, next(iter(ends.values()), ABSENT), "embedding and tied head")
+        _agree(model.groups.pp, next(iter(ends.values()), ABSENT), "embedding and tied head")
     for index, stage in model.stages.items():
         for part in stage.fsdp_modules():
             part.unshard()
