@@ -99,7 +99,7 @@ def _fail(error: object, code: int) -> int:
 
 
 def main() -> None:
-    """Entry point of ``fourfold``. What a user can mend ends with one message; anything else is a bug and shows where."""
+    """Entry point of ``fourfold``. What a user can mend ends with one message; a bug of ours shows where it is."""
     try:
         code = app(sys.argv[1:], result_action="return_value")
     except BrokenPipeError:

@@ -10,7 +10,7 @@ import pytest
 
 from fourfold.planner import Consequences, consequences
 from fourfold.recipe import check, from_table
-from fourfold.report import consequences_text, format_bytes, format_count, print_consequences
+from fourfold.report.text import consequences_text, format_bytes, format_count, print_consequences
 
 
 def of(**sections: dict[str, Any]) -> Consequences:

@@ -39,15 +39,15 @@ class Program:
         """The index of each F and B. FSDP events, of which there may be several alike, are not in it."""
         return {action: i for i, action in enumerate(self.actions) if action.kind in COMPUTE}
 
-    def index(self, kind: Kind) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(position, stage, micro-batch) of every action of a kind, in program order."""
-        rows = [(i, a.stage, a.micro_batch) for i, a in enumerate(self.actions) if a.kind is kind]
-        table = np.array(rows, dtype=np.int64).reshape(-1, 3)
-        return table[:, 0], table[:, 1], table[:, 2]
-
     @cached_property
-    def _indices(self) -> dict[Kind, tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-        return {kind: self.index(kind) for kind in Kind if kind not in MESSAGES}
+    def indices(self) -> dict[Kind, tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+        """Per kind, (position, stage, micro-batch) of every action of it, in program order."""
+        found = {}
+        for kind in Kind:
+            if kind not in MESSAGES:
+                rows = [(i, a.stage, a.micro_batch) for i, a in enumerate(self.actions) if a.kind is kind]
+                found[kind] = tuple(np.array(rows, dtype=np.int64).reshape(-1, 3).T)
+        return found
 
     def play(
         self,
@@ -70,12 +70,12 @@ class Program:
             (Kind.FORWARD, forward, 0, -1),
             (Kind.BACKWARD, backward, 1, 1),
         ):
-            position, stage, micro_batch = self._indices[kind]
+            position, stage, micro_batch = self.indices[kind]
             duration[position] = table[stage, micro_batch]
             neighbour = np.clip(stage + source, 0, schedule.num_stages - 1)
             delay[position] = messages[direction, neighbour, micro_batch] * self.crosses[position]
         for kind, cost in ((Kind.GATHER, gather), (Kind.REDUCE, reduce)):
-            position, stage, _ = self._indices[kind]
+            position, stage, _ = self.indices[kind]
             duration[position] = _table(cost, shape[:1], kind.lower())[stage]
         start, end = _run(self.previous, self.needs, duration.tolist(), delay.tolist())
         return Timeline(self, np.array(start), np.array(end), delay)

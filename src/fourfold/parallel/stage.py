@@ -6,16 +6,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fourfold.layout import Stage
 from fourfold.model import Llama, Ops
 from fourfold.model.llama import Weight
 from fourfold.parallel.data import ShardedStage
 from fourfold.parallel.groups import Groups
-from fourfold.parallel.tensor import placement_of, sharded_ops
-from fourfold.recipe import RunPlan, is_frozen
+from fourfold.parallel.tensor import sharded_ops
+from fourfold.recipe import RunPlan, is_frozen, split_dimension
 
 WeightSource = Callable[[str, tuple[int, ...], tuple[slice, ...]], Tensor]
 """(name, shape, slices) -> that part of a weight, float32. Reading a part must not need the whole in memory."""
@@ -48,11 +47,13 @@ def _build(stage: Stage, plan: RunPlan, groups: Groups, ops: Ops, weights: Weigh
         holder = module.get_submodule(name.rpartition(".")[0])
         shape = tuple(parameter.shape)
         source = TIED_EMBEDDING if plan.config.tied and name == TIED_HEAD else name
-        placement = placement_of(name, plan.config, groups.tp.size)
+        # One dimension of DTensor cannot say "every pair of ranks shares a KV head": such weights are held whole.
+        cut = split_dimension(name, plan.config, groups.tp.size)
+        placement = Replicate() if cut is None else Shard(cut)
         slices = [slice(None)] * len(shape)
-        if isinstance(placement, Shard):
-            share = shape[placement.dim] // groups.tp.size
-            slices[placement.dim] = slice(groups.tp.rank * share, (groups.tp.rank + 1) * share)
+        if cut is not None:
+            share = shape[cut] // groups.tp.size
+            slices[cut] = slice(groups.tp.rank * share, (groups.tp.rank + 1) * share)
         local = weights(source, shape, tuple(slices)).to(device)
         whole = DTensor.from_local(
             local, groups.tp_mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 
 from fourfold.model import Batch, Ops, attention
 from fourfold.parallel.batch import LocalBatch
@@ -26,23 +25,6 @@ from fourfold.parallel.context import gather_keys_values
 from fourfold.parallel.groups import Group, Groups
 from fourfold.parallel.torch_private import LocalPart
 from fourfold.recipe import ModelConfig
-
-COLUMNS = ("wq", "wk", "wv", "w1", "w3", "output", "tok_embeddings")  # split by output feature, or by vocabulary entry
-ROWS = ("wo", "w2")  # split by input feature
-
-
-def placement_of(name: str, config: ModelConfig, tp: int) -> Placement:
-    """How a weight is split over the TP group. Replicated are norms, and wk and wv if there are fewer heads than tp.
-
-    A one-dimensional placement cannot say "every pair of ranks shares a KV head", so wk and wv are then held whole and
-    each rank computes with the rows of its head.
-    """
-    holder = name.split(".")[-2]
-    if holder in ("wk", "wv") and config.num_kv_heads % tp:
-        return Replicate()
-    if holder in COLUMNS:
-        return Shard(0)
-    return Shard(1) if holder in ROWS else Replicate()
 
 
 def sharded_ops(config: ModelConfig, groups: Groups) -> Ops:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fourfold.layout import Kind, Schedule, Stage
-from fourfold.recipe import ModelConfig, is_frozen, parameter_shapes, stage_shapes
+from fourfold.recipe import ModelConfig, is_frozen, parameter_shapes, split_dimension, stage_shapes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 FP32 = 4  # bytes; master weights, gradient sums and optimizer state are float32 in every run
@@ -58,18 +58,9 @@ def count_trained(config: ModelConfig, freeze: Sequence[str]) -> int:
 
 
 def on_tensor_rank(name: str, shape: Sequence[int], *, config: ModelConfig, tp: int) -> tuple[int, ...]:
-    """Shape of one parameter on one of `tp` ranks: cut along rows or columns, or whole.
-
-    Whole are the norms, and wk and wv where there are fewer key-value heads than ranks: each rank keeps all of them and
-    uses its slice.
-    """
-    rows, *columns = shape
-    weight = name.rsplit(".", 2)[-2]
-    if len(shape) == 1 or (weight in ("wk", "wv") and config.num_kv_heads % tp):
-        return tuple(shape)
-    if weight in ("wo", "w2"):
-        return (rows, columns[0] // tp)
-    return (rows // tp, columns[0])
+    """Shape of one parameter on one of `tp` ranks."""
+    cut = split_dimension(name, config, tp)
+    return tuple(size // tp if dimension == cut else size for dimension, size in enumerate(shape))
 
 
 @dataclass(frozen=True, slots=True)

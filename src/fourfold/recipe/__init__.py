@@ -12,7 +12,7 @@ from fourfold.recipe.model import (
     parameter_shapes,
     preset,
 )
-from fourfold.recipe.parameters import is_frozen, stage_shapes
+from fourfold.recipe.parameters import is_frozen, split_dimension, stage_shapes
 from fourfold.recipe.schema import (
     Batch,
     Cluster,
@@ -53,6 +53,7 @@ __all__ = [
     "load",
     "parameter_shapes",
     "preset",
+    "split_dimension",
     "stage_shapes",
     "to_table",
     "to_toml",

@@ -33,6 +33,18 @@ def stage_shapes(config: ModelConfig, stages: Sequence[Stage]) -> tuple[dict[str
     return tuple(held)
 
 
+def split_dimension(name: str, config: ModelConfig, tp: int) -> int | None:
+    """Along which of its dimensions a parameter is cut over ``tp`` ranks: 0 (outputs), 1 (inputs) or None (whole).
+
+    Whole are the norms, and wk and wv where there are fewer key-value heads than ranks: each rank keeps all of them and
+    computes with the rows of its head.
+    """
+    weight = name.rsplit(".", 2)[-2]
+    if "norm" in weight or (weight in ("wk", "wv") and config.num_kv_heads % tp):
+        return None
+    return 1 if weight in ("wo", "w2") else 0
+
+
 def is_frozen(name: str, freeze: Sequence[str], *, tied: bool = False) -> bool:
     """Whether `train.freeze` covers a parameter: one of its entries is the name, or whole leading parts of it.
 

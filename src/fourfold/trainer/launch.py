@@ -23,7 +23,7 @@ from fourfold.model import fill, huggingface
 from fourfold.parallel import WeightSource, connect
 from fourfold.planner import consequences
 from fourfold.recipe import Problem, RecipeError, RunPlan, check, load, to_toml
-from fourfold.report import print_consequences
+from fourfold.report.text import print_consequences
 from fourfold.trainer.data import Rows, check_vocabulary
 from fourfold.trainer.export import partial_folder
 from fourfold.trainer.loop import Outcome, train
