@@ -46,7 +46,8 @@ class Program:
         for kind in Kind:
             if kind not in MESSAGES:
                 rows = [(i, a.stage, a.micro_batch) for i, a in enumerate(self.actions) if a.kind is kind]
-                found[kind] = tuple(np.array(rows, dtype=np.int64).reshape(-1, 3).T)
+                position, stage, micro_batch = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+                found[kind] = (position, stage, micro_batch)
         return found
 
     def play(
