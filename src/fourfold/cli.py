@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,6 +27,7 @@ app = App(
 @app.command
 def train(
     recipe: Path,
+    /,
     *,
     overrides: Annotated[
         tuple[str, ...], Parameter(name="--set", negative=(), help="KEY=VALUE, as in the recipe: layout.tp=2")
@@ -39,14 +42,22 @@ def train(
     recipe
         TOML file; docs/formats.md lists the keys.
     """
-    from fourfold.recipe import RecipeError
-    from fourfold.trainer.launch import run
+    from fourfold.recipe import RecipeError, check, load
+
+    try:
+        plan = check(load(recipe, overrides))
+    except RecipeError as error:
+        return _fail(error, USER_ERROR)
+
+    from fourfold.trainer.launch import run  # imports torch, which takes seconds: a refusal need not wait for it
     from fourfold.trainer.ranks import RankFailure
 
     try:
-        return run(recipe, overrides)
+        return run(plan, recipe, overrides)
     except RecipeError as error:
         return _fail(error, USER_ERROR)
+    except BrokenPipeError:
+        raise
     except (RankFailure, TimeoutError, OSError) as error:
         return _fail(error, RUN_FAILED)
 
@@ -89,12 +100,17 @@ def schedule(
     except ValueError as error:
         return _fail(str(error).replace("num_micro_batches", "nmb"), USER_ERROR)  # as it is called here
     validate(made)
-    print(json.dumps(schedule_json(made)) if as_json else schedule_text(made))
+    if as_json:
+        print(json.dumps(schedule_json(made)))
+    else:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(schedule_text(made, asked_nc=nc, width=width))
     return 0
 
 
 def _fail(error: object, code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun all ranks find the same, and one says it
+        print(f"error: {error}", file=sys.stderr)
     return code
 
 
@@ -102,7 +118,9 @@ def main() -> None:
     """Entry point of ``fourfold``. What a user can mend ends with one message; a bug of ours shows where it is."""
     try:
         code = app(sys.argv[1:], result_action="return_value")
-    except BrokenPipeError:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader went away, as in `| head`; Python would complain again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = RUN_FAILED
     except KeyboardInterrupt:
         code = 130

@@ -58,7 +58,7 @@ class TestEach:
                 for action in schedule.actions[pp_rank]
                 if action.kind in COMPUTE
             }
-            assert {time: cell for time, cell in enumerate(cells) if cell not in ("", ".")} == starts
+            assert {time: cell for time, cell in enumerate(cells) if cell not in ("", "--", ".")} == starts
             assert cells.count(".") == timeline.idle[pp_rank]
 
     def test_table_per_rank(self, schedule: Schedule) -> None:
@@ -76,8 +76,8 @@ class TestEach:
 def test_figure_2_as_drawn() -> None:
     # By hand from Figure 2: rank 2 begins its first backward at 6, rank 1 at 8, rank 0 at 10 after a wait from 8 on.
     rows = [re.sub(" +", " ", row) for row in schedule_text(generate(pp=3, v=2, num_micro_batches=6)).splitlines()[-3:]]
-    assert rows[0].startswith(" 0 F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 F3.0 F4.0 . . B0.1 F5.0 B1.1 F3.1 B2.1")
-    assert rows[2].startswith(" 2 . . F0.0 F1.0 F2.0 F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 F3.0 B0.0")
+    assert rows[0].startswith(" 0 F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 F3.0 F4.0 . . B0.1 -- F5.0 B1.1 -- F3.1 B2.1")
+    assert rows[2].startswith(" 2 . . F0.0 F1.0 F2.0 F0.1 B0.1 -- F1.1 B1.1 -- F2.1 B2.1 -- F3.0 B0.0")
 
 
 def test_head_says_what_runs_and_why() -> None:
@@ -89,3 +89,21 @@ def test_head_says_what_runs_and_why() -> None:
     assert lines[1] == (
         "note: nc = 2 is smaller than pp = 4: such rounds would deadlock, so all forwards run first (afab)"
     )
+
+
+def test_folded_drawing_has_all_of_it_in_lines_that_fit() -> None:
+    schedule = generate(pp=4, v=2, num_micro_batches=9)
+    whole = schedule_text(schedule).splitlines()[-4:]
+    folded = schedule_text(schedule, width=80).splitlines()
+    drawing = folded[next(i for i, line in enumerate(folded) if line.startswith("computations")) + 1 :]
+    assert max(map(len, drawing)) <= 80
+    for rank, row in enumerate(whole):
+        blocks = [line[6:] for line in drawing if line.startswith(f"{rank:>4}  ")]
+        assert len(blocks) > 2
+        assert "".join(block.ljust((80 - 6) // 5 * 5) for block in blocks).rstrip() == row[6:]
+
+
+def test_rounds_of_another_size_than_asked_are_named() -> None:
+    schedule = generate(pp=4, v=2, num_micro_batches=9, nc=4)
+    assert "note: nc = 4 would leave a short round" in schedule_text(schedule, asked_nc=4)
+    assert "note" not in schedule_text(schedule, asked_nc=5)

@@ -91,7 +91,10 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "good.txt").write_text("good")
     (folder / "photo.jpg").write_bytes(b"abc\xff\xd8")
-    assert f"{folder / 'photo.jpg'} is not from byte 3 on" in refused(str(folder), "bytes")
+    mixed = load_tokens(str(folder), "bytes")
+    assert as_text(mixed) == ["good"]
+    assert mixed.skipped == (folder / "photo.jpg",)  # which the run prints
+    assert "photo.jpg is not UTF-8" in refused(str(folder / "photo.jpg"), "bytes")
     dangling = tmp_path / "loop"
     dangling.symlink_to(dangling)
     assert refused(str(dangling), "bytes").startswith("data.source")

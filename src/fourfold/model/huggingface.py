@@ -116,6 +116,7 @@ def save_file_of(
     """Write one file of weights: some of a model's, under our names. Several processes may write a file each."""
     exported = {name_to_hf(name): _exported(tensor, name, config, dtype) for name, tensor in tensors.items()}
     save_file(exported, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors leaves it to its owner alone, unlike the files beside it
 
 
 def save_config(
@@ -125,6 +126,7 @@ def save_config(
     files: Mapping[str, Collection[str]],
     dtype: torch.dtype,
     max_positions: int | None = None,
+    min_positions: int = 0,
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
 ) -> None:
@@ -144,6 +146,7 @@ def save_config(
         eos_token_id=eos_token_id,
         dtype=str(dtype).removeprefix("torch."),
     )
+    values["max_position_embeddings"] = max(values["max_position_embeddings"], min_positions)
     _write_json(directory / "config.json", values)
 
 

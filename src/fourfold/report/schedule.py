@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fourfold.layout import Schedule, Timeline, play
@@ -29,8 +30,14 @@ def schedule_json(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def schedule_text(schedule: Schedule) -> str:
-    """Head, one row of computations per rank in the time of F = 1 and B = 2, and a table per rank."""
+def schedule_text(schedule: Schedule, *, asked_nc: int | None = None, width: int | None = None) -> str:
+    """Head, a table per rank, and the computations of each rank drawn in the time of F = 1 and B = 2.
+
+    Args:
+        schedule: what to draw.
+        asked_nc: the nc that was asked for; where rounds are of another size, a note says so.
+        width: characters per line; the drawing is folded into blocks of time. None: one line per rank.
+    """
     timeline = play(schedule)
     rounds = "+".join(map(str, schedule.rounds))
     lines = [
@@ -39,6 +46,8 @@ def schedule_text(schedule: Schedule) -> str:
     ]
     if schedule.fallback:
         lines.append(f"note: {schedule.fallback}")
+    elif asked_nc not in (None, schedule.nc):
+        lines.append(f"note: nc = {asked_nc} would leave a short round; they are made near-equal, none below pp")
     lines += [
         f"bubble: idle/compute {timeline.bubble_over_compute:.2%}, idle/total {timeline.bubble_over_total:.2%} "
         "(backward = 2 forwards, messages free)",
@@ -49,18 +58,33 @@ def schedule_text(schedule: Schedule) -> str:
     lines += [
         f"{rank:>4}  {warmup:>7}  {peak:>9}  {reduces:>15}" for rank, (warmup, peak, reduces) in enumerate(per_rank)
     ]
-    lines += ["", "computations in time, F or B with micro-batch.chunk; a dot is idle time"]
-    lines += [f"{rank:>4}  {_row(schedule, timeline, rank)}" for rank in range(schedule.pp)]
+    lines += [
+        "warm-up: forwards before the first backward; in flight: most (micro-batch, chunk) pairs held at once",
+        "",
+        "computations in time, F or B with micro-batch.chunk; -- goes on, a dot is idle time",
+        *_drawing([_cells(schedule, timeline, rank) for rank in range(schedule.pp)], width),
+    ]
     return "\n".join(lines)
 
 
-def _row(schedule: Schedule, timeline: Timeline, pp_rank: int) -> str:
-    """One rank's computations drawn to scale: all times are whole numbers when a forward takes 1 and a backward 2."""
+def _drawing(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """A line per rank, or several blocks of as many units of time as fit into ``width`` characters."""
+    num_units, margin = len(rows[0]), 6
+    per_block = num_units if width is None else max(1, (width - margin) // len(rows[0][0]))
+    lines = []
+    for first in range(0, num_units, per_block):
+        lines += [""] if first else []
+        lines += [f"{rank:>4}  {''.join(row[first : first + per_block])}".rstrip() for rank, row in enumerate(rows)]
+    return lines
+
+
+def _cells(schedule: Schedule, timeline: Timeline, pp_rank: int) -> list[str]:
+    """A text for each unit of time: all times are whole numbers when a forward takes 1 and a backward 2."""
     width = len(f"F{schedule.num_micro_batches - 1}.{schedule.v - 1} ")
     cells: list[str] = [".".ljust(width)] * round(timeline.step_time)
     for action in schedule.actions[pp_rank]:
         if action.kind in COMPUTE:
             start, end = map(round, timeline.span(action))
             label = f"{action.kind}{action.micro_batch}.{action.stage // schedule.pp}"
-            cells[start:end] = [label.ljust(width), *["".ljust(width)] * (end - start - 1)]
-    return "".join(cells).rstrip()
+            cells[start:end] = [label.ljust(width), *["--".ljust(width)] * (end - start - 1)]
+    return cells

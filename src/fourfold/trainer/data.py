@@ -76,10 +76,8 @@ class Loader:
         return Batch.from_rows(tokens, lengths, labels=labels), lengths
 
 
-def check_vocabulary(tokens: TokenSet, plan: RunPlan) -> None:
-    """Raises RecipeError if the model has no entry for some token of the tokenizer."""
-    if tokens.vocab_size > plan.config.vocab_size:
-        rule = (
-            f"data.tokenizer = {plan.recipe.data.tokenizer!r} has {tokens.vocab_size} entries; must be at least as many"
-        )
-        raise RecipeError([Problem("model.vocab_size", plan.config.vocab_size, rule, (tokens.vocab_size,))])
+def check_vocabulary(num_entries: int, plan: RunPlan) -> None:
+    """Raises RecipeError if the model has no entry for some token of a tokenizer with ``num_entries``."""
+    if num_entries > plan.config.vocab_size:
+        rule = f"data.tokenizer = {plan.recipe.data.tokenizer!r} has {num_entries} entries; must be at least as many"
+        raise RecipeError([Problem("model.vocab_size", plan.config.vocab_size, rule, (num_entries,))])

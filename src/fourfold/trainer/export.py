@@ -46,7 +46,10 @@ def export(model: ParallelModel, directory: Path, *, tokenizer_json: str | None)
             ]
             for pp_rank, file in enumerate(files)
         }
-        huggingface.save_config(plan.config, partial, files=names, dtype=torch.float32)
+        # Readers take the longest sequence from here: as long as trained on, at least.
+        huggingface.save_config(
+            plan.config, partial, files=names, dtype=torch.float32, min_positions=plan.recipe.batch.seq_len
+        )
         if tokenizer_json is not None:
             (partial / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
             settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

@@ -28,7 +28,7 @@ from fourfold.trainer.data import Rows, check_vocabulary
 from fourfold.trainer.export import partial_folder
 from fourfold.trainer.loop import Outcome, train
 from fourfold.trainer.ranks import RankFailure, Stopped, fork_ranks
-from fourfold.trainer.text import TokenSet, load_tokens
+from fourfold.trainer.text import TokenSet, entries_of, load_tokens
 
 
 @dataclass(frozen=True)
@@ -40,26 +40,19 @@ class Prepared:
     folder: Path
 
 
-def run(recipe_file: Path, overrides: Sequence[str]) -> int:
-    """The verb ``fourfold train``: checks everything that can be checked, says what follows, trains.
+def run(plan: RunPlan, recipe_file: Path, overrides: Sequence[str]) -> int:
+    """The verb ``fourfold train`` after its recipe, of which ``plan`` was made, is found legal: starts ranks, or joins.
 
     Returns:
         The exit code: 0, or 128 + the number of the signal that stopped the run.
 
     Raises:
-        RecipeError: anything wrong with the recipe, before a process is started or a file written.
+        RecipeError: what only this machine can say is wrong, before a process is started or a file written.
         RankFailure: a rank failed.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
-        try:
-            plan = check(load(recipe_file, overrides))
-            return _join(plan, _device_type(plan))
-        except RecipeError:
-            if os.environ["RANK"] == "0":
-                raise
-            return 2  # every rank finds the same, one says it
-    plan = check(load(recipe_file, overrides))
     device = _device_type(plan)
+    if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        return _join(plan, device)
     if device == "cuda":
         _check_gpus(plan, torch.cuda.device_count())
         return launch_elastic(plan.grid.size, recipe_file, overrides, device)
@@ -110,14 +103,16 @@ def launch_elastic(num_ranks: int, recipe_file: Path, overrides: Sequence[str], 
 def prepare(plan: RunPlan) -> Prepared:
     """Reads the text, prints the consequences, makes the run's folder: in this order, so that errors leave nothing."""
     recipe = plan.recipe
+    check_vocabulary(entries_of(recipe.data.tokenizer), plan)  # before a tokenizer is trained for nothing
     tokens = load_tokens(recipe.data.source, recipe.data.tokenizer)
-    check_vocabulary(tokens, plan)
+    check_vocabulary(tokens.vocab_size, plan)
     Rows(tokens, seq_len=recipe.batch.seq_len, seed=recipe.data.seed)
     print_consequences(consequences(plan))
     console = Console(soft_wrap=True, highlight=False)
     console.print(
         f"\nText: {len(tokens.lengths):,} documents, {len(tokens.tokens):,} tokens, {tokens.vocab_size} entries; "
         f"unigram entropy {tokens.unigram_entropy:.3f} nats per token\n"
+        f"{_skipped(tokens)}"
         f"Weights: {f'from {recipe.model.path}' if has_weights(plan) else f'random, seed {recipe.train.seed}'}"
     )
     folder = None
@@ -133,6 +128,12 @@ def prepare(plan: RunPlan) -> Prepared:
         rule = f"cannot be written to: {error.filename}: {error.strerror}"
         raise RecipeError([Problem("output.dir", recipe.output.dir, rule)]) from None
     return Prepared(plan, tokens, folder)
+
+
+def _skipped(tokens: TokenSet) -> str:
+    if not tokens.skipped:
+        return ""
+    return f"Skipped {len(tokens.skipped):,} files that are not UTF-8 text, such as {tokens.skipped[0]}\n"
 
 
 def new_folder(parent: Path, name: str) -> Path:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 # this long, in seconds, and then the cause is picked from all of them.
 SETTLE = 1.0
 # How long ranks that were asked to stop may take, in seconds, before they are killed.
-GRACE = 8.0
+GRACE = 30.0
 # Signals that come closer together, in seconds, are one request: a wrapper may pass on what the terminal sends as well.
 ONE_REQUEST = 0.5
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -171,7 +171,8 @@ class _Ranks:
             return
         self.stopped_by, self.stopping_since = number, now
         # Not through sys.stderr, which this handler may have interrupted.
-        os.write(2, f"\n{signal.Signals(number).name}: stopping all ranks; a second one kills them\n".encode())
+        name = signal.Signals(number).name
+        os.write(2, f"\n{name}: stopping all ranks after this step; a second one kills them\n".encode())
         for process in self.processes:
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, signal.SIGTERM)

