@@ -103,7 +103,7 @@ def test_ctrl_c_stops_all_ranks_and_keeps_what_was_learned(folder: Path) -> None
         command.kill()
     assert time.monotonic() - started < 10
     assert command.returncode == 130
-    assert err == "\nSIGINT: stopping all ranks; a second one kills them\n"
+    assert err == "\nSIGINT: stopping all ranks after this step; a second one kills them\n"
     assert "Stopped after" in out
     steps = [line["step"] for line in metrics(folder / "runs" / "tiny")]
     assert steps == list(range(1, len(steps) + 1))
