@@ -21,13 +21,13 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from fourfold.layout import Grid, Kind, Schedule, generate, play
 from fourfold.model import Batch
 from fourfold.parallel import LoggedAction, connect
+from fourfold.parallel.batch import LocalBatch
 from fourfold.parallel.pipeline import Pipeline
 from fourfold.trainer.ranks import fork_ranks
 
@@ -90,10 +90,12 @@ def run_rank(schedule: Schedule, num_steps: int) -> list[tuple[LoggedAction, ...
         stage: SleepingStage(schedule, stage) for stage in range(groups.pp.rank, schedule.num_stages, schedule.pp)
     }
     pipeline = Pipeline(schedule, stages, groups, width=WIDTH, dtype=torch.float32)  # type: ignore[arg-type]
-    batches = [Batch.from_rows(torch.zeros(TOKENS, dtype=torch.int64), [[TOKENS]])] * schedule.num_micro_batches
+    rows = [[TOKENS]]
+    batch = Batch.from_rows(torch.zeros(TOKENS, dtype=torch.int64), rows)
+    batches = [LocalBatch.of(batch, rows, cp=1, cp_rank=0, tp=1, cp_split="head_tail")] * schedule.num_micro_batches
     logs = []
     for _ in range(num_steps + 1):
-        dist.barrier()
+        groups.barrier()
         logs.append(pipeline.step(batches, gradient_scale=1.0).log)
     return logs[1:]
 
