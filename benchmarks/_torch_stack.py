@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -100,7 +101,7 @@ class StageModule(nn.Module):
         return x if self.norm is None or self.output is None else self.output(self.norm(x))
 
 
-LAYER_PLAN = {
+LAYER_PLAN: dict[str, ParallelStyle] = {
     "attention_norm": SequenceParallel(),
     "attention": PrepareModuleInput(
         input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
@@ -119,7 +120,9 @@ LAYER_PLAN = {
 
 def parallelise(stage: StageModule, tp_mesh: DeviceMesh, dp_mesh: DeviceMesh, *, per_layer: bool) -> None:
     """Tensor and sequence parallelism, then sharding over the data-parallel group, weights kept whole in a step."""
-    plan = {"tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))}
+    plan: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    }
     plan |= {
         "norm": SequenceParallel(),
         "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
@@ -180,7 +183,7 @@ class TorchStack:
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_tokens
 
         # scale_grads would divide the gradients by the number of micro-batches in a pass of its own.
-        self._schedule = ScheduleInterleaved1F1B(stages, num_micro_batches, loss_fn=loss, scale_grads=False)
+        self._schedule = ScheduleInterleaved1F1B([*stages], num_micro_batches, loss_fn=loss, scale_grads=False)
 
     def forward_backward(self, tokens: Tensor, labels: Tensor) -> list[Tensor]:
         """tokens, labels: int64 [micro-batches, seq_len]. Returns the losses by micro-batch, on the last rank only."""
@@ -209,4 +212,4 @@ class TorchStack:
 
 def whole(tensor: Tensor) -> Tensor:
     """A tensor gathered from its shards: a collective, if it is a DTensor."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

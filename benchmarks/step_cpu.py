@@ -26,12 +26,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from _torch_stack import TorchStack
+from _torch_stack import TorchStack, whole
 from torch import Tensor
 
 from fourfold.model import Batch, fill
 from fourfold.parallel import ParallelModel, connect
-from fourfold.parallel.torch_private import whole_tensor
 from fourfold.recipe import RunPlan, check, from_table
 from fourfold.trainer.optimizer import make_optimizer
 from fourfold.trainer.ranks import fork_ranks
@@ -110,7 +109,7 @@ def run_rank(plan: RunPlan, num_blocks: int, num_steps: int, per_layer: bool) ->
         their_optimizer.step()
         their_optimizer.zero_grad()
 
-    pairs = [(weight, whole_tensor(theirs.parameters[name])) for name, weight in ours.whole_weights()]
+    pairs = [(weight, whole(theirs.parameters[name])) for name, weight in ours.whole_weights()]
     same_weights = all(a is None or torch.equal(a, b) for a, b in pairs)  # one rank of eight has ours whole
     losses = ours.forward_backward(micro_batches).loss, theirs.global_loss(theirs.forward_backward(tokens, labels))
     norms = ours.gradients.norm(), theirs.gradient_norm()
