@@ -1,7 +1,7 @@
 """The data-parallel dimension: FSDP2 over dp x cp, driven by the schedule's events.
 
 The schedule says when a stage's weights are gathered, when its gradients are reduced and when the weights are freed;
-the three ZeRO modes differ in where those events stand, and in nothing else here:
+the three ZeRO modes differ in where those events stand, and in what is one group of FSDP2:
 
 - ZeRO-1 and 2 keep a stage's weights gathered through the step. The stage is one FSDP group, so that one event is one
   collective, run at the event's place.
