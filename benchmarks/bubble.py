@@ -89,14 +89,14 @@ def run_rank(schedule: Schedule, num_steps: int) -> list[tuple[LoggedAction, ...
     stages = {
         stage: SleepingStage(schedule, stage) for stage in range(groups.pp.rank, schedule.num_stages, schedule.pp)
     }
-    pipeline = Pipeline(schedule, stages, groups, width=WIDTH, dtype=torch.float32)  # type: ignore[arg-type]
+    pipeline = Pipeline(stages, groups, width=WIDTH, dtype=torch.float32)  # type: ignore[arg-type]
     rows = [[TOKENS]]
     batch = Batch.from_rows(torch.zeros(TOKENS, dtype=torch.int64), rows)
     batches = [LocalBatch.of(batch, rows, cp=1, cp_rank=0, tp=1, cp_split="head_tail")] * schedule.num_micro_batches
     logs = []
     for _ in range(num_steps + 1):
         groups.barrier()
-        logs.append(pipeline.step(batches, gradient_scale=1.0).log)
+        logs.append(pipeline.step(schedule, batches, gradient_scale=1.0).log)
     return logs[1:]
 
 

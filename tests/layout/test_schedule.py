@@ -395,7 +395,7 @@ class TestZero:
 
 class TestFrozenStages:
     @pytest.mark.parametrize("zero", [1, 2, 3])
-    @pytest.mark.parametrize("num_frozen", range(6))
+    @pytest.mark.parametrize("num_frozen", range(7))  # 6: forwards only
     def test_nothing_comes_back_below_the_first_trained_stage(self, num_frozen: int, zero: int) -> None:
         # pains.md T09
         schedule = generate(pp=3, v=2, num_micro_batches=7, zero=zero, num_frozen_stages=num_frozen)
@@ -453,10 +453,10 @@ class TestRefused:
                 "nc = 4 with kind = 'afab': afab fixes nc = 8; legal: leave nc out, or kind = 'flexible'",
             ),
             ({"nc": 9}, "nc = 9: must be at most num_micro_batches = 8; nearest legal: 8"),
-            ({"num_frozen_stages": -1}, "num_frozen_stages = -1: must be 0 to 3, one stage at least is trained"),
+            ({"num_frozen_stages": -1}, "num_frozen_stages = -1: must be 0 to 4"),
             (
-                {"num_frozen_stages": 8, "v": 2},
-                "num_frozen_stages = 8: must be 0 to 7, one stage at least is trained",
+                {"num_frozen_stages": 9, "v": 2},
+                "num_frozen_stages = 9: must be 0 to 8",
             ),
         ],
     )

@@ -233,7 +233,7 @@ def test_several_passes_add_up(case: Case) -> None:
         every = [b for group in range(case.dp) for b, _ in micro_batches(six, 0, group)]
         scale = 1 / sum(int((b.labels >= 0).sum()) for b in every if b.labels is not None)
         for start in (0, 2, 4):
-            model.pipeline.step(local[start : start + 2], gradient_scale=scale)
+            model.pipeline.step(case.plan().schedule, local[start : start + 2], gradient_scale=scale)
         model.gradients.finish()
         return {name: grad for name, grad in model.whole_weights(gradients=True) if grad is not None}
 

@@ -95,7 +95,8 @@ def generate(
         nc: consecutive micro-batches per virtual stage; default pp. A round smaller than the pipeline would deadlock,
             so nc < pp and num_micro_batches < pp run as afab, and ``fallback`` says so.
         zero: ZeRO mode 1, 2 or 3; places the FSDP events.
-        num_frozen_stages: leading stages without a trained weight, which need no backward.
+        num_frozen_stages: leading stages without a trained weight, which need no backward. All of them: forwards only,
+            as validation needs it.
 
     Raises:
         ValueError: an illegal combination; the message names the argument, its value, the rule and what is legal.
@@ -164,10 +165,8 @@ def _check(
         raise ValueError(
             f"nc = {nc}: must be at most num_micro_batches = {num_micro_batches}; nearest legal: {num_micro_batches}"
         )
-    if not 0 <= num_frozen_stages < pp * v:
-        raise ValueError(
-            f"num_frozen_stages = {num_frozen_stages}: must be 0 to {pp * v - 1}, one stage at least is trained"
-        )
+    if not 0 <= num_frozen_stages <= pp * v:
+        raise ValueError(f"num_frozen_stages = {num_frozen_stages}: must be 0 to {pp * v}")
 
 
 def rounds_of(num_micro_batches: int, *, nc: int, pp: int) -> tuple[int, ...]:

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fourfold.layout import Schedule, generate
 from fourfold.model import Batch
 from fourfold.parallel.batch import LocalBatch
 from fourfold.parallel.gradients import Gradients, trained_weights
 from fourfold.parallel.groups import Groups
-from fourfold.parallel.pipeline import LoggedAction, Pipeline
+from fourfold.parallel.pipeline import LoggedAction, Pipeline, StepResult
 from fourfold.parallel.stage import TIED_HEAD, WeightSource, build_stages
 from fourfold.parallel.torch_private import whole_tensor
 from fourfold.recipe import RunPlan
@@ -56,17 +57,57 @@ class ParallelModel:
         self.device = device
         dtype = DTYPES[plan.recipe.train.dtype]
         self.stages = build_stages(plan, groups, weights=weights, dtype=dtype, device=device)
-        self.pipeline = Pipeline(plan.schedule, self.stages, groups, width=plan.config.dim, dtype=dtype)
+        self.pipeline = Pipeline(self.stages, groups, width=plan.config.dim, dtype=dtype)
+        self._forward_schedules: dict[int, Schedule] = {}
         weights_here = trained_weights(self.stages, groups, tied=plan.config.tied)
         self.gradients = Gradients(weights_here, groups, tied=plan.config.tied)
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepTotals:
-        """Runs the schedule once over this data-parallel group's micro-batches and finishes the gradients.
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], *, schedule: Schedule | None = None) -> StepTotals:
+        """Runs a schedule once over this data-parallel group's micro-batches and finishes the gradients.
 
         The loss is divided once, by the number of valid labels of the global batch: no mean of means.
+
+        Args:
+            micro_batches: as many as the schedule has.
+            schedule: default that of the plan's first phase.
         """
+        valid_tokens = self._count_valid(micro_batches)
+        result = self.pipeline.step(
+            schedule or self.plan.schedule, self._local(micro_batches), gradient_scale=1.0 / max(valid_tokens, 1)
+        )
+        self.gradients.finish()
+        return StepTotals(self._total_loss([result]) / max(valid_tokens, 1), valid_tokens, result.log)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> StepTotals:
+        """The loss alone, of any number of micro-batches, as long as all data-parallel groups have as many.
+
+        They run in portions of a training step, so that no more than a step's messages are held at a time.
+        """
+        valid_tokens = self._count_valid(micro_batches)
+        size, results = self.plan.num_micro_batches, []
+        for first in range(0, len(micro_batches), size):
+            portion = micro_batches[first : first + size]
+            schedule = self._forward_schedule(len(portion))
+            results.append(self.pipeline.step(schedule, self._local(portion), gradient_scale=0.0))
+        log = tuple(entry for result in results for entry in result.log)
+        return StepTotals(self._total_loss(results) / max(valid_tokens, 1), valid_tokens, log)
+
+    def _forward_schedule(self, num_micro_batches: int) -> Schedule:
+        if num_micro_batches not in self._forward_schedules:
+            grid, v = self.plan.grid, self.plan.schedule.v
+            self._forward_schedules[num_micro_batches] = generate(
+                pp=grid.pp,
+                v=v,
+                num_micro_batches=num_micro_batches,
+                kind="afab",
+                zero=self.plan.zero,
+                num_frozen_stages=grid.pp * v,
+            )
+        return self._forward_schedules[num_micro_batches]
+
+    def _local(self, micro_batches: Sequence[MicroBatch]) -> list[LocalBatch]:
         groups, grid = self.groups, self.groups.grid
-        local = [
+        return [
             LocalBatch.of(
                 batch,
                 rows,
@@ -78,15 +119,16 @@ class ParallelModel:
             )
             for batch, rows in micro_batches
         ]
+
+    def _count_valid(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Labels in the global batch."""
         valid = sum(int((batch.labels >= 0).sum()) for batch, _ in micro_batches if batch.labels is not None)
-        valid_tokens = int(groups.dp.total([valid])[0])
-        result = self.pipeline.step(local, gradient_scale=1.0 / max(valid_tokens, 1))
-        self.gradients.finish()
-        # All TP ranks of the last stage have the same losses: one of them reports.
-        reports = result.losses is not None and groups.tp.rank == 0
-        own = result.losses.double().sum().item() if reports and result.losses is not None else 0.0
-        loss = groups.world.total([own])[0] / max(valid_tokens, 1)
-        return StepTotals(loss, valid_tokens, result.log)
+        return int(self.groups.dp.total([valid])[0])
+
+    def _total_loss(self, results: Sequence[StepResult]) -> float:
+        """Summed over labels and ranks. All TP ranks of the last stage have the same losses: one of them reports."""
+        own = [r.losses.double().sum().item() for r in results if r.losses is not None and self.groups.tp.rank == 0]
+        return self.groups.world.total([sum(own)])[0]
 
     def world_max(self, values: Sequence[float]) -> list[float]:
         """The largest of each value over all ranks."""

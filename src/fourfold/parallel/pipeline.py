@@ -57,27 +57,24 @@ class Pipeline:
     """The executor of one pipeline rank.
 
     Args:
-        schedule: what to run.
         stages: this rank's virtual stages by global index.
         groups: the rank's process groups.
         width: D, the features of the hidden state.
         dtype: of the tensors between stages.
     """
 
-    def __init__(
-        self, schedule: Schedule, stages: Mapping[int, ShardedStage], groups: Groups, *, width: int, dtype: torch.dtype
-    ) -> None:
-        self.schedule = schedule
+    def __init__(self, stages: Mapping[int, ShardedStage], groups: Groups, *, width: int, dtype: torch.dtype) -> None:
         self.stages = stages
         self.groups = groups
         self.width = width
         self.dtype = dtype
         self._outbox = Outbox()
 
-    def step(self, batches: Sequence[LocalBatch], *, gradient_scale: float) -> StepResult:
+    def step(self, schedule: Schedule, batches: Sequence[LocalBatch], *, gradient_scale: float) -> StepResult:
         """Forward and backward of all micro-batches. Gradients are added to those that the weights have.
 
         Args:
+            schedule: what to run; one whose stages are all frozen has forwards only.
             batches: this rank's share of every micro-batch.
             gradient_scale: gradient of the total loss with respect to each micro-batch's summed loss: one over the
                 global number of valid labels.
@@ -85,9 +82,9 @@ class Pipeline:
         Raises:
             ValueError: not as many batches as the schedule has micro-batches.
         """
-        if len(batches) != self.schedule.num_micro_batches:
-            raise ValueError(f"{len(batches)} micro-batches given, the schedule has {self.schedule.num_micro_batches}")
-        return _Step(self, batches, gradient_scale).run()
+        if len(batches) != schedule.num_micro_batches:
+            raise ValueError(f"{len(batches)} micro-batches given, the schedule has {schedule.num_micro_batches}")
+        return _Step(self, schedule, batches, gradient_scale).run()
 
 
 @dataclass
@@ -95,6 +92,7 @@ class _Step:
     """The state of one step. Keys are messages or (stage, micro-batch)."""
 
     pipeline: Pipeline
+    schedule: Schedule
     batches: Sequence[LocalBatch]
     gradient_scale: float
     receiving: dict[Message, tuple[dist.Work, Tensor]] = field(default_factory=dict)
@@ -118,7 +116,7 @@ class _Step:
             Kind.FREE: lambda action: pipeline.stages[action.stage].free(),
         }
         log = []
-        for action in pipeline.schedule.actions[groups.pp.rank]:
+        for action in self.schedule.actions[groups.pp.rank]:
             groups.position.stage, groups.position.micro_batch = action.stage, action.micro_batch
             group = groups.fsdp if action.kind in (Kind.GATHER, Kind.REDUCE, Kind.FREE) else groups.pp
             self.waited = 0
@@ -139,11 +137,11 @@ class _Step:
             x = batch.tokens
         else:
             x = self.take(("F", stage - 1, micro_batch))
-            x.requires_grad_(stage > self.pipeline.schedule.num_frozen_stages)
-        trained = stage >= self.pipeline.schedule.num_frozen_stages
+            x.requires_grad_(stage > self.schedule.num_frozen_stages)
+        trained = stage >= self.schedule.num_frozen_stages
         with torch.set_grad_enabled(trained):
             out = self.pipeline.stages[stage].module(x, batch)
-        last = stage == self.pipeline.schedule.num_stages - 1
+        last = stage == self.schedule.num_stages - 1
         if trained:
             # Backward needs the graph behind the output, not its data: those live until the send is done and no longer.
             self.outputs[stage, micro_batch] = get_gradient_edge(out)
@@ -157,7 +155,7 @@ class _Step:
     def backward(self, action: Action) -> None:
         _, stage, micro_batch = action
         edge = self.outputs.pop((stage, micro_batch))
-        if stage == self.pipeline.schedule.num_stages - 1:
+        if stage == self.schedule.num_stages - 1:
             grad = self.losses[micro_batch].new_tensor(self.gradient_scale)
         else:
             grad = self.take(("B", stage + 1, micro_batch))
@@ -179,7 +177,7 @@ class _Step:
 
     def send(self, message: Message, *, to_stage: int) -> None:
         tensor = self.arrived.pop(message).contiguous()
-        work = self.pipeline.groups.send(tensor, self.pipeline.schedule.rank_of(to_stage))
+        work = self.pipeline.groups.send(tensor, self.schedule.rank_of(to_stage))
         self.pipeline._outbox.put(work, tensor)
 
     def receive(self, message: Message) -> None:
@@ -187,7 +185,7 @@ class _Step:
         batch = self.batches[micro_batch]
         shape = (batch.num_tokens // pipeline.groups.tp.size, pipeline.width)
         buffer = torch.empty(shape, dtype=pipeline.dtype, device=batch.tokens.device)
-        work = pipeline.groups.receive(buffer, pipeline.schedule.rank_of(from_stage))
+        work = pipeline.groups.receive(buffer, self.schedule.rank_of(from_stage))
         self.receiving[message] = (work, buffer)
 
 

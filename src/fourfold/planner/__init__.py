@@ -11,11 +11,12 @@ from fourfold.planner.arithmetic import (
     on_tensor_rank,
     rank_bytes,
 )
-from fourfold.planner.consequences import Consequences, RankConsequences, consequences
+from fourfold.planner.consequences import Consequences, LaterPhase, RankConsequences, consequences
 
 __all__ = [
     "Bytes",
     "Consequences",
+    "LaterPhase",
     "ParameterCount",
     "RankConsequences",
     "StageCount",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fourfold.layout import play
+from fourfold.layout import Schedule, play
 from fourfold.planner.arithmetic import (
     Bytes,
     StageCount,
@@ -15,7 +15,7 @@ from fourfold.planner.arithmetic import (
     moments_per_parameter,
     rank_bytes,
 )
-from fourfold.recipe import RunPlan
+from fourfold.recipe import Phase, RunPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,20 @@ class RankConsequences:
     warmup: int  # forwards before its first backward
     in_flight_peak: int  # (micro-batch, stage) pairs whose activations are alive at once
     reduce_scatters: int  # per step, counted per virtual stage
+
+
+@dataclass(frozen=True, slots=True)
+class LaterPhase:
+    """What is different once training has seen `after_tokens` tokens."""
+
+    after_tokens: int
+    sequences: int
+    seq_len: int
+    num_micro_batches: int
+    schedule: str
+    bubble_over_total: float
+    fallback: str | None
+    zero_reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +80,8 @@ class Consequences:
     zero: int
     zero_reason: str
     num_frozen_stages: int
-    ranks: tuple[RankConsequences, ...]  # by pipeline rank
+    ranks: tuple[RankConsequences, ...]  # by pipeline rank; bytes and in-flight peaks are the largest of all phases
+    later_phases: tuple[LaterPhase, ...]  # other batches, in order
     step_seconds: float | None  # None: unknown
 
 
@@ -105,13 +120,37 @@ def consequences(plan: RunPlan) -> Consequences:
         zero_reason=plan.zero_reason,
         num_frozen_stages=schedule.num_frozen_stages,
         ranks=tuple(_rank(plan, pp_rank, counts) for pp_rank in range(grid.pp)),
+        later_phases=tuple(map(_later, plan.phases[1:])),
         step_seconds=None,
+    )
+
+
+def _later(phase: Phase) -> LaterPhase:
+    return LaterPhase(
+        after_tokens=phase.after_tokens,
+        sequences=phase.sequences,
+        seq_len=phase.seq_len,
+        num_micro_batches=phase.num_micro_batches,
+        schedule=phase.schedule.kind,
+        bubble_over_total=play(phase.schedule).bubble_over_total,
+        fallback=phase.schedule.fallback,
+        zero_reason=phase.zero_reason,
     )
 
 
 def _rank(plan: RunPlan, pp_rank: int, counts: Sequence[StageCount]) -> RankConsequences:
     schedule, optimizer = plan.schedule, plan.recipe.optimizer
     mine, held = plan.stages[pp_rank :: schedule.pp], counts[pp_rank :: schedule.pp]
+
+    def held_in(schedule: Schedule) -> Bytes:
+        return rank_bytes(
+            pp_rank,
+            schedule=schedule,
+            counts=counts,
+            dtype=plan.recipe.train.dtype,
+            num_moments=moments_per_parameter(optimizer.name, momentum=optimizer.momentum),
+        )
+
     return RankConsequences(
         pp_rank=pp_rank,
         stages=tuple(stage.index for stage in mine),
@@ -120,15 +159,9 @@ def _rank(plan: RunPlan, pp_rank: int, counts: Sequence[StageCount]) -> RankCons
         head=any(stage.head for stage in mine),
         parameters=sum(c.held for c in held),
         trained_parameters=sum(c.trained for c in held),
-        bytes=rank_bytes(
-            pp_rank,
-            schedule=schedule,
-            counts=counts,
-            dtype=plan.recipe.train.dtype,
-            num_moments=moments_per_parameter(optimizer.name, momentum=optimizer.momentum),
-        ),
+        bytes=max((held_in(phase.schedule) for phase in plan.phases), key=lambda held: held.total),
         warmup=schedule.warmup[pp_rank],
-        in_flight_peak=schedule.in_flight_peak[pp_rank],
+        in_flight_peak=max(phase.schedule.in_flight_peak[pp_rank] for phase in plan.phases),
         reduce_scatters=schedule.reduce_scatters[pp_rank],
     )
 

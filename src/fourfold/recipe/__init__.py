@@ -1,6 +1,6 @@
 """What a run is: models, recipes, and the rules that a legal recipe satisfies. No torch."""
 
-from fourfold.recipe.check import RunPlan, check
+from fourfold.recipe.check import Phase, RunPlan, check
 from fourfold.recipe.errors import Problem, RecipeError
 from fourfold.recipe.load import from_table, load, to_table, to_toml
 from fourfold.recipe.model import (
@@ -15,6 +15,8 @@ from fourfold.recipe.model import (
 from fourfold.recipe.parameters import is_frozen, split_dimension, stage_shapes
 from fourfold.recipe.schema import (
     Batch,
+    BatchPhase,
+    Checkpoint,
     Cluster,
     Data,
     Layout,
@@ -24,12 +26,17 @@ from fourfold.recipe.schema import (
     Pipeline,
     Recipe,
     RopeScalingTable,
+    Source,
+    Timeouts,
     Train,
+    ValidationSet,
 )
 
 __all__ = [
     "PRESETS",
     "Batch",
+    "BatchPhase",
+    "Checkpoint",
     "Cluster",
     "Data",
     "Layout",
@@ -37,6 +44,7 @@ __all__ = [
     "ModelConfig",
     "Optimizer",
     "Output",
+    "Phase",
     "Pipeline",
     "Problem",
     "Recipe",
@@ -44,7 +52,10 @@ __all__ = [
     "RopeScaling",
     "RopeScalingTable",
     "RunPlan",
+    "Source",
+    "Timeouts",
     "Train",
+    "ValidationSet",
     "check",
     "config_from_hf",
     "config_to_hf",

