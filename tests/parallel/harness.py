@@ -24,6 +24,7 @@ torch.set_num_threads(1)
 
 LR = 0.1
 SEED = 7
+MODEL_FIELDS = ("tied", "vocab", "kv", "heads", "layers")
 GRADIENT_STEPS = 2  # gathering every gradient takes longer than a step: only in the first ones
 
 
@@ -56,6 +57,7 @@ class Case:
     dtype: str = "float32"
     clip: float = 0.0
     clip_type: float = 2.0
+    z_loss: float = 0.0
 
     @property
     def name(self) -> str:
@@ -84,7 +86,7 @@ class Case:
                         self.split, **({"nc": self.nc} if self.nc else {}),
                     },
                     "batch": {"sequences": self.nmb * self.dp * self.micro_batch, "seq_len": 64},
-                    "train": {"freeze": list(self.freeze), "dtype": self.dtype, "seed": SEED},
+                    "train": {"freeze": list(self.freeze), "dtype": self.dtype, "seed": SEED, "z_loss": self.z_loss},
                     "optimizer": {"name": "sgd", "lr": LR, "weight_decay": 0.0},
                 }
             )
@@ -180,7 +182,8 @@ def reference(case: Case) -> Outcome:
         batches = [b for group in range(case.dp) for b, _ in micro_batches(case, step, group)]
         count = sum(int((batch.labels >= 0).sum()) for batch in batches)
         loss = sum(model(batch.tokens, batch) for batch in batches) / max(count, 1)
-        loss.backward()
+        penalty = sum(_squared_log_z(model, batch) for batch in batches) / max(count, 1) if case.z_loss else 0.0
+        (loss + case.z_loss * penalty).backward()
         trained = {n: w for n, w in weights.items() if w.requires_grad}
         gradients = {n: w.grad.clone() for n, w in trained.items()}
         flat = torch.cat([g.flatten() for g in gradients.values()])
@@ -196,6 +199,15 @@ def reference(case: Case) -> Outcome:
                 weight.grad = None
     outcome.weights.update({n: w.detach().clone() for n, w in weights.items()})
     return outcome
+
+
+def _squared_log_z(model: Llama, batch: Batch) -> Tensor:
+    """The sum of log(Z)^2 over tokens that have a label, by plain autograd."""
+    unlabelled = Batch(
+        tokens=batch.tokens, labels=None, positions=batch.positions, documents=batch.documents, runs=batch.runs
+    )
+    assert batch.labels is not None
+    return model(batch.tokens, unlabelled)[batch.labels >= 0].logsumexp(1).square().sum()
 
 
 def compare(got: Outcome, want: Outcome, *, tolerance: float = 1e-5) -> None:
@@ -234,10 +246,7 @@ def sequential(case: Case) -> Case:
     """The same rows and steps on one rank: what REF computes."""
     return Case(
         nmb=case.nmb * case.dp * case.micro_batch,
-        **{
-            f: getattr(case, f)
-            for f in ("steps", "tied", "vocab", "kv", "heads", "layers", "rows", "freeze", "clip", "clip_type")
-        },
+        **{f: getattr(case, f) for f in (*MODEL_FIELDS, "steps", "rows", "freeze", "clip", "clip_type", "z_loss")},
     )
 
 

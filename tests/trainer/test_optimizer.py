@@ -6,6 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,12 +33,57 @@ def test_warm_up_then_cosine_to_the_floor_at_the_last_step() -> None:
     assert found == pytest.approx([2, 4, 6, 8, 8, 5 + 4.5**0.5, 5, 5 - 4.5**0.5, 2])
 
 
-def test_schedules_at_the_edges() -> None:
-    assert rates(3, lr=1.0, min_lr_ratio=1.0) == [1.0] * 3
+def test_linear_to_the_floor_at_the_last_step() -> None:
+    found = rates(9, lr=8.0, warmup_steps=4, min_lr_ratio=0.25, schedule="linear")
+    assert found == pytest.approx([2, 4, 6, 8, 8, 6.5, 5, 3.5, 2])
+
+
+def test_wsd_is_constant_until_its_last_steps() -> None:
+    found = rates(9, lr=8.0, warmup_steps=2, min_lr_ratio=0.25, schedule="wsd", decay_steps=4)
+    assert found == pytest.approx([4, 8, 8, 8, 8, 6.5, 5, 3.5, 2])
+    # It begins at the peak, even where warm-up and decay fill the run.
+    assert rates(4, lr=1.0, schedule="wsd", decay_steps=4, min_lr_ratio=0.25) == pytest.approx([1, 0.75, 0.5, 0.25])
+
+
+def test_wsd_decays_in_the_last_tenth_of_the_run_unless_told_otherwise() -> None:
+    found = rates(27, lr=1.0, min_lr_ratio=0.0, schedule="wsd")
+    assert found == pytest.approx([1.0] * 25 + [0.5, 0.0])
+    assert rates(3, lr=1.0, min_lr_ratio=0.0, schedule="wsd") == pytest.approx([1, 1, 0])
+    # A warm-up that reaches into it ends at the peak all the same: the rate never jumps down.
+    assert rates(20, lr=1.0, min_lr_ratio=0.0, schedule="wsd", warmup_steps=19)[17:] == pytest.approx([18 / 19, 1, 1])
+
+
+def test_constant_after_the_warm_up_has_no_floor() -> None:
+    found = rates(6, lr=8.0, warmup_steps=2, min_lr_ratio=0.25, schedule="constant")
+    assert found == [4, 8, 8, 8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [
+        (0, 1e-8), (3_999, 4e-5), (7_999, 8e-5), (8_000, 8e-5),
+        (8_000 + 1_191_999 // 3, 0.75 * 8e-5 + 0.25 * 8e-7),  # 60 degrees into the half wave: 1/2 (1 + 1/2)
+        (8_000 + 2 * 1_191_999 // 3, 0.25 * 8e-5 + 0.75 * 8e-7),
+        (1_199_999, 8e-7),
+    ],
+)  # fmt: skip
+def test_the_rates_that_llama_3_405b_was_trained_with(step: int, rate: float) -> None:
+    """Llama 3's report, section 3.4.1: peak 8e-5, warm-up of 8,000 steps, cosine to 8e-7 over 1,200,000 steps."""
+    settings = Optimizer(lr=8e-5, warmup_steps=8_000, min_lr_ratio=0.01)
+    assert learning_rate(step, steps=1_200_000, settings=settings) == pytest.approx(rate, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_schedules_at_the_edges(schedule: str) -> None:
+    assert rates(3, lr=1.0, min_lr_ratio=1.0, schedule=schedule) == [1.0] * 3
+    assert rates(2, lr=1.0, warmup_steps=4, schedule=schedule) == [0.25, 0.5]  # the run ends within the warm-up
+    whole = rates(3, lr=1.0, warmup_steps=3, min_lr_ratio=0.1, schedule=schedule)
+    assert whole == pytest.approx([1 / 3, 2 / 3, 1])
+
+
+def test_the_shortest_runs() -> None:
     assert rates(3, lr=1.0, min_lr_ratio=0.0) == pytest.approx([1, 0.5, 0])
     assert rates(1, lr=1.0) == [1.0]
-    assert rates(2, lr=1.0, warmup_steps=4) == [0.25, 0.5]  # the run ends within the warm-up
-    assert rates(3, lr=1.0, warmup_steps=3, min_lr_ratio=0.1) == pytest.approx([1 / 3, 2 / 3, 1])
 
 
 def weight(name: str, *shape: int) -> TrainedWeight:
@@ -44,17 +91,27 @@ def weight(name: str, *shape: int) -> TrainedWeight:
     return TrainedWeight(name, parameter, nn.Parameter(parameter.detach()), replicated=False, counted=True)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_norms_and_embedding_are_not_decayed_nor_a_tied_head(tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("tied", "decay_all", "wanted"),
+    [
+        (False, False, [0.0, 0.1, 0.0, 0.1]),
+        (True, False, [0.0, 0.1, 0.0, 0.0]),
+        (False, True, [0.1] * 4),
+        (True, True, [0.1] * 4),
+    ],
+)
+def test_norms_and_embedding_are_not_decayed_nor_a_tied_head_unless_asked(
+    tied: bool, decay_all: bool, wanted: list[float]
+) -> None:
     weights = [
         weight(TIED_EMBEDDING, 4, 2), weight("layers.0.attention.wq.weight", 2, 2), weight("norm.weight", 2),
         weight(TIED_HEAD, 4, 2),
     ]  # fmt: skip
-    optimizer = make_optimizer(weights, ADAMW, tied=tied)
+    optimizer = make_optimizer(weights, msgspec.structs.replace(ADAMW, decay_all=decay_all), tied=tied)
     decayed = {
         id(parameter): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]
     }
-    assert [decayed[id(w.local)] for w in weights] == [0.0, 0.1, 0.0, 0.0 if tied else 0.1]
+    assert [decayed[id(w.local)] for w in weights] == wanted
     assert all((g["betas"], g["eps"]) == (ADAMW.betas, ADAMW.eps) for g in optimizer.param_groups)
 
 
@@ -65,6 +122,48 @@ def test_sgd_and_a_rank_with_nothing_to_train() -> None:
     empty = make_optimizer([], ADAMW, tied=False)
     empty.step()
     assert [group["lr"] for group in empty.param_groups] == [ADAMW.lr]  # the loop sets rates, the checks read them
+
+
+def test_adamw_is_its_formula() -> None:
+    """Loshchilov and Hutter 2019, algorithm 2, with the decay times the rate of the step; by hand in fp64."""
+    settings = Optimizer(lr=0.02, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, warmup_steps=2, clip_norm=0.0)
+    parts = [weight("layers.0.attention.wq.weight", 7, 3), weight("norm.weight", 5)]
+    optimizer = make_optimizer(parts, settings, tied=False)
+    wanted = [part.local.detach().double().numpy() for part in parts]
+    first, second = ([np.zeros_like(p) for p in wanted] for _ in range(2))
+    generator = np.random.default_rng(3)
+    for step in range(6):
+        rate = learning_rate(step, steps=6, settings=settings)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for i, (part, decay) in enumerate(zip(parts, (0.1, 0.0), strict=True)):
+            # Also tiny ones, next to which eps counts.
+            gradient = generator.normal(size=wanted[i].shape) * 10.0 ** generator.integers(-8, 2, wanted[i].shape)
+            part.local.grad = torch.from_numpy(gradient).float()
+            gradient = part.local.grad.double().numpy()
+            first[i] = 0.9 * first[i] + 0.1 * gradient
+            second[i] = 0.95 * second[i] + 0.05 * gradient**2
+            mean, square = first[i] / (1 - 0.9 ** (step + 1)), second[i] / (1 - 0.95 ** (step + 1))
+            wanted[i] = wanted[i] - rate * decay * wanted[i] - rate * mean / (np.sqrt(square) + 1e-6)
+        optimizer.step()
+    for part, value in zip(parts, wanted, strict=True):
+        np.testing.assert_allclose(part.local.detach().numpy(), value, rtol=2e-6)
+
+
+def test_a_bf16_run_keeps_weights_and_moments_in_fp32() -> None:
+    case = harness.Case(dtype="bfloat16", layers=2)
+
+    def kinds(rank: int) -> set[tuple[str, torch.dtype]]:
+        model = harness.make_model(case)
+        optimizer = make_optimizer(model.gradients.weights, ADAMW, tied=False)
+        model.forward_backward(harness.micro_batches(case, 0, 0))
+        model.gradients.hand_over()
+        optimizer.step()
+        found = {(name, t.dtype) for state in optimizer.state.values() for name, t in state.items()}
+        return found | {("weight", w.local.dtype) for w in model.gradients.weights}
+
+    (found,) = fork_ranks(1, kinds, timeout=60)
+    assert found == {(name, torch.float32) for name in ("weight", "step", "exp_avg", "exp_avg_sq")}
 
 
 def adamw_weights(case: harness.Case) -> dict[str, Tensor]:

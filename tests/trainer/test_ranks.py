@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fourfold.trainer.ranks import RankFailure, Stopped, fork_ranks
+from fourfold.trainer.ranks import ERROR_FILE, RankFailure, Stopped, end_rank, fork_ranks
 
 
 @pytest.fixture
@@ -287,3 +288,50 @@ def test_ranks_do_not_outlive_a_parent_that_is_killed(pids: Path) -> None:
     deadline = time.monotonic() + 5
     while any(is_alive(int(file.name)) for file in pids.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.02)
+
+
+def test_a_thread_may_end_a_rank_whose_main_thread_is_stuck_and_name_another(pids: Path) -> None:
+    def work(rank: int) -> None:
+        sign(pids)
+        if rank == 1:
+            threading.Thread(target=lambda: end_rank("rank 0 sleeps", culprit=0)).start()
+        time.sleep(60)
+
+    started = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        fork_ranks(3, work, timeout=30)
+    assert time.monotonic() - started < 10
+    assert (caught.value.rank, str(caught.value)) == (0, "rank 0 failed\nrank 0 sleeps")
+
+
+def test_a_rank_without_a_launcher_says_on_stderr_why_it_ends(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(ERROR_FILE, raising=False)
+    process = as_parent(lambda: end_rank("it sleeps", culprit=5))
+    process.join()
+    assert process.exitcode == 1
+    assert capfd.readouterr().err == "rank 5 failed\nit sleeps\n"
+
+
+def test_pytorchs_elastic_launcher_reads_why_a_rank_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    as_parent(lambda: end_rank("it sleeps", culprit=5)).join()
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
+    assert isinstance(failure.message, dict)
+    assert failure.message["extraInfo"]["py_callstack"] == "it sleeps"
+    assert failure.message["extraInfo"]["rank"] == 5
+    assert abs(failure.timestamp - time.time()) < 60
+
+
+def test_a_collective_is_given_up_after_its_time(pids: Path) -> None:
+    def work(rank: int) -> None:
+        sign(pids)
+        if rank == 0:
+            all_reduce()
+        time.sleep(60)
+
+    started = time.monotonic()
+    with pytest.raises(RankFailure, match=r"(?s)rank 0 failed\nTraceback.*[Tt]imed out"):
+        fork_ranks(2, work, timeout=30, collective_timeout=0.5)
+    assert time.monotonic() - started < 10

@@ -5,6 +5,7 @@ from fourfold.parallel.groups import Group, Groups, connect
 from fourfold.parallel.model import MicroBatch, ParallelModel, StepTotals
 from fourfold.parallel.pipeline import LoggedAction
 from fourfold.parallel.stage import TIED_EMBEDDING, TIED_HEAD, WeightSource
+from fourfold.parallel.torch_private import flight_recorder
 
 __all__ = [
     "TIED_EMBEDDING",
@@ -18,4 +19,5 @@ __all__ = [
     "TrainedWeight",
     "WeightSource",
     "connect",
+    "flight_recorder",
 ]

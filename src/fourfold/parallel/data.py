@@ -54,8 +54,8 @@ class ShardedStage:
             # Both are needed for a plain sum, and neither reaches the modules below (a silent trap of torch 2.13).
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-            part.set_custom_all_gather(LabelledAllGather(groups.fsdp.labelled))
-            part.set_custom_reduce_scatter(LabelledReduceScatter(groups.fsdp.labelled))
+            part.set_custom_all_gather(LabelledAllGather(groups.fsdp.collective))
+            part.set_custom_reduce_scatter(LabelledReduceScatter(groups.fsdp.collective))
             # FSDP2 guesses the next module of a backward from the last forwards, which here are other micro-batches'.
             part.set_modules_to_backward_prefetch([part])
         if isinstance(module, FSDPModule):

@@ -114,7 +114,10 @@ class Gradients:
         norms = [torch.linalg.vector_norm(part, kind).double() for part in parts]
         each = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
         if math.isinf(kind):
-            return self.groups.world.total([each.amax().item()], dist.ReduceOp.MAX)[0]
+            largest = each.amax().item()
+            # A maximum over ranks keeps or loses a NaN as the back end compares: it travels as a flag.
+            undefined, largest = self.groups.world.total([float(math.isnan(largest)), largest], dist.ReduceOp.MAX)
+            return math.nan if undefined else largest
         return math.sqrt(self.groups.world.total([each.square().sum().item()])[0])
 
     def clip(self, norm: float, limit: float) -> None:

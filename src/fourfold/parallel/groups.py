@@ -1,15 +1,15 @@
 """Process groups of a layout, and the collectives that Fourfold writes itself.
 
-Every collective carries a label in profiler traces (:mod:`fourfold.layout.labels`), and every sum of tensors is made in
-fp32 in the order of ranks: the data travel by all-to-all or all-gather in their own dtype, and each rank adds what
-arrived. So a sum repeats bit for bit, on any back end, and a bf16 run loses nothing in it. A group of one rank
-communicates nothing.
+Every collective carries a label in profiler traces (:mod:`fourfold.layout.labels`) and leaves an entry in the rank's
+recorder (:mod:`fourfold.parallel.recorder`), and every sum of tensors is made in fp32 in the order of ranks: the data
+travel by all-to-all or all-gather in their own dtype, and each rank adds what arrived. So a sum repeats bit for bit, on
+any back end, and a bf16 run loses nothing in it. A group of one rank communicates nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,15 +22,8 @@ from torch.profiler import record_function
 from fourfold.layout import Coordinates, Grid
 from fourfold.layout.labels import Label
 from fourfold.parallel.channels import Channels, open_channels
+from fourfold.parallel.recorder import Entry, Line, Position, Recorder, cuda_marker
 from fourfold.parallel.torch_private import flatten_mesh, profiler_runs
-
-
-@dataclass
-class Position:
-    """Where in the schedule a rank is. The pipeline keeps it, so that collectives inside a stage can be labelled."""
-
-    stage: int = -1
-    micro_batch: int = -1
 
 
 class Group:
@@ -44,22 +37,36 @@ class Group:
         device: type of device whose tensors it moves, "cpu" or "cuda".
     """
 
-    def __init__(self, dimension: str, process_group: dist.ProcessGroup, position: Position, device: str) -> None:
+    def __init__(self, dimension: str, process_group: dist.ProcessGroup, recorder: Recorder, device: str) -> None:
         self.dimension = dimension
         self.device = device
         self.process_group = process_group
         self.ranks = dist.get_process_group_ranks(process_group)
         self.size = len(self.ranks)
         self.rank = dist.get_rank(process_group)
-        self._position = position
+        self._recorder = recorder
+        self._line = recorder.line(dimension, self.ranks)
         self._sequence = 0
 
     def labelled(self, kind: str) -> AbstractContextManager[Any]:
-        """Names the range of a profiler trace in which this group does ``kind``."""
+        """Names the range of a profiler trace in which this rank does the action ``kind``, and records it."""
+        self._recorder.action(kind)
+        return self._range(kind)
+
+    @contextmanager
+    def collective(self, kind: str) -> Generator[None]:
+        """Names and records a collective that somebody else runs, and waits for, inside of this range."""
+        with self._range(kind):
+            entry = self._line.start(kind)
+            entry.wait_begins()
+            yield
+            entry.wait_ends()
+
+    def _range(self, kind: str) -> AbstractContextManager[Any]:
         sequence, self._sequence = self._sequence, self._sequence + 1
         if not profiler_runs():
             return nullcontext()  # hundreds of ranges a step: naming them for nobody would cost a small model a tenth
-        here = self._position
+        here = self._recorder.position
         return record_function(str(Label(self.dimension, kind, self.ranks[0], here.stage, here.micro_batch, sequence)))
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -70,11 +77,12 @@ class Group:
     def start_all_gather(self, x: Tensor) -> Pending:
         """As :meth:`all_gather`, but returns at once; ``wait`` gives the result."""
         if self.size == 1:
-            return Pending(x, None)
+            return Pending(x, None, None)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        with self.labelled("all_gather"):
+        with self._range("all_gather"):
+            entry = self._line.start("all_gather", x)
             work = dist.all_gather_single(out, x.contiguous(), group=self.process_group, async_op=True)
-        return Pending(out, work)
+        return Pending(out, work, entry)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """[size * n, ...] on every rank -> the fp32 sum over ranks of this rank's [n, ...], in the dtype of ``x``."""
@@ -83,11 +91,12 @@ class Group:
     def start_reduce_scatter(self, x: Tensor) -> Pending:
         """As :meth:`reduce_scatter`, but returns at once; ``wait`` adds and gives the result."""
         if self.size == 1:
-            return Pending(x, None)
+            return Pending(x, None, None)
         out = x.new_empty(x.shape)
-        with self.labelled("reduce_scatter"):
+        with self._range("reduce_scatter"):
+            entry = self._line.start("reduce_scatter", x)
             work = dist.all_to_all_single(out, x.contiguous(), group=self.process_group, async_op=True)
-        return Pending(out.view(self.size, -1, *x.shape[1:]), work, sum_blocks=True)
+        return Pending(out.view(self.size, -1, *x.shape[1:]), work, entry, sum_blocks=True)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The fp32 sum of ``x`` over ranks, bitwise the same on all of them, in the dtype of ``x``."""
@@ -98,26 +107,56 @@ class Group:
     def total(self, values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
         """Sums, or maxima, of a few numbers over the ranks, in fp64; in the order of the back end."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with self.labelled("all_reduce"):
-            dist.all_reduce(tensor, op, group=self.process_group)
+        with self._range("all_reduce"):
+            entry = self._line.start("all_reduce", tensor)
+            work = dist.all_reduce(tensor, op, group=self.process_group, async_op=True)
+            assert work is not None
+            entry.wait(work)
         return tensor.tolist()
+
+    def barrier(self) -> None:
+        """Waits for all ranks of the group."""
+        with self.collective("barrier"):
+            dist.barrier(self.process_group)
 
 
 class Pending:
     """A collective that has been started."""
 
-    def __init__(self, buffer: Tensor, work: dist.Work | None, *, sum_blocks: bool = False) -> None:
+    def __init__(
+        self, buffer: Tensor, work: dist.Work | None, entry: Entry | None, *, sum_blocks: bool = False
+    ) -> None:
         self._buffer = buffer
         self._work = work
+        self._entry = entry
         self._sum_blocks = sum_blocks
 
     def wait(self) -> Tensor:
         """The result, once the collective is done."""
-        if self._work is not None:
-            self._work.wait()
+        if self._work is not None and self._entry is not None:
+            self._entry.wait(self._work)
         if self._sum_blocks:
             return _sum_in_rank_order(self._buffer).to(self._buffer.dtype)
         return self._buffer
+
+
+class Transfer:
+    """A message that has been posted, on its way to or from another rank."""
+
+    def __init__(self, work: dist.Work, entry: Entry) -> None:
+        self._work = work
+        self._entry = entry
+
+    def wait(self) -> None:
+        """Returns when it has arrived; on a GPU, when the device will have it before it goes on."""
+        self._entry.wait(self._work)
+
+    def is_completed(self) -> bool:
+        """Whether it has arrived."""
+        completed = self._work.is_completed()
+        if completed:
+            self._entry.wait_ends()
+        return completed
 
 
 def _sum_in_rank_order(blocks: Tensor) -> Tensor:
@@ -144,32 +183,47 @@ class Groups:
     fsdp: Group
     world: Group
     channels: Channels = field(repr=False)
+    messages: dict[tuple[int, int], Line] = field(repr=False)
     tp_mesh: DeviceMesh = field(repr=False)
     fsdp_mesh: DeviceMesh = field(repr=False)
-    position: Position = field(repr=False)
+    recorder: Recorder = field(repr=False)
+
+    @property
+    def position(self) -> Position:
+        """Where in the schedule this rank is."""
+        return self.recorder.position
 
     @property
     def coordinates(self) -> Coordinates:
         """This rank's place in each dimension."""
         return self.grid.coordinates(self.rank)
 
-    def send(self, tensor: Tensor, pp_rank: int) -> dist.Work:
+    def send(self, tensor: Tensor, pp_rank: int) -> Transfer:
         """Starts sending to another rank of the pipeline."""
-        group = self.channels[self.pp.rank, pp_rank]
-        work = dist.isend(tensor, dst=self.pp.ranks[pp_rank], group=group)
+        way = (self.pp.rank, pp_rank)
+        entry = self.messages[way].start("send", tensor)
+        work = dist.isend(tensor, dst=self.pp.ranks[pp_rank], group=self.channels[way])
         assert work is not None
-        return work
+        return Transfer(work, entry)
 
-    def receive(self, buffer: Tensor, pp_rank: int) -> dist.Work:
+    def receive(self, buffer: Tensor, pp_rank: int) -> Transfer:
         """Starts receiving from another rank of the pipeline."""
-        group = self.channels[pp_rank, self.pp.rank]
-        work = dist.irecv(buffer, src=self.pp.ranks[pp_rank], group=group)
+        way = (pp_rank, self.pp.rank)
+        entry = self.messages[way].start("receive", buffer)
+        work = dist.irecv(buffer, src=self.pp.ranks[pp_rank], group=self.channels[way])
         assert work is not None
-        return work
+        return Transfer(work, entry)
 
     def barrier(self) -> None:
         """Waits for all ranks."""
-        dist.barrier(self.world.process_group)
+        self.world.barrier()
+
+    def share(self, text: str) -> list[str]:
+        """What every rank says, in the order of ranks, on every rank. A collective for rare and small things."""
+        said: list[str] = [""] * self.world.size
+        with self.world.collective("all_gather"):
+            dist.all_gather_object(said, text, group=self.world.process_group)
+        return said
 
 
 def connect(grid: Grid, device_type: str) -> Groups:
@@ -182,13 +236,14 @@ def connect(grid: Grid, device_type: str) -> Groups:
         raise ValueError(f"{dist.get_world_size()} processes were started, but tp x cp x pp x dp = {grid.size}")
     mesh = init_device_mesh(device_type, (grid.dp, grid.pp, grid.cp, grid.tp), mesh_dim_names=("dp", "pp", "cp", "tp"))
     fsdp_mesh = flatten_mesh(mesh["dp", "cp"], "fsdp")
-    position = Position()
+    recorder = Recorder(cuda_marker if device_type == "cuda" else None)
 
     def group(name: str, process_group: dist.ProcessGroup | int | None) -> Group:
         assert isinstance(process_group, dist.ProcessGroup)
-        return Group(name, process_group, position, device_type)
+        return Group(name, process_group, recorder, device_type)
 
     pp = group("pp", mesh["pp"].get_group())
+    channels = open_channels(pp.ranks, pp.rank)
     return Groups(
         grid=grid,
         rank=dist.get_rank(),
@@ -198,8 +253,14 @@ def connect(grid: Grid, device_type: str) -> Groups:
         dp=group("dp", mesh["dp"].get_group()),
         fsdp=group("fsdp", fsdp_mesh.get_group()),
         world=group("world", dist.group.WORLD),
-        channels=open_channels(pp.ranks, pp.rank),
+        channels=channels,
+        messages={
+            (source, destination): recorder.line(
+                "pp", (pp.ranks[source], pp.ranks[destination]), "send" if source == pp.rank else "receive"
+            )
+            for source, destination in channels
+        },
         tp_mesh=mesh["tp"],
         fsdp_mesh=fsdp_mesh,
-        position=position,
+        recorder=recorder,
     )

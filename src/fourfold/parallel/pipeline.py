@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fourfold.layout import Action, Kind, Schedule
 from fourfold.parallel.batch import LocalBatch
 from fourfold.parallel.data import ShardedStage
-from fourfold.parallel.groups import Groups
+from fourfold.parallel.groups import Groups, Transfer
 
 Message = tuple[str, int, int]  # direction, producing stage, micro-batch: see Action.message
 
@@ -95,7 +94,7 @@ class _Step:
     schedule: Schedule
     batches: Sequence[LocalBatch]
     gradient_scale: float
-    receiving: dict[Message, tuple[dist.Work, Tensor]] = field(default_factory=dict)
+    receiving: dict[Message, tuple[Transfer, Tensor]] = field(default_factory=dict)
     arrived: dict[Message, Tensor] = field(default_factory=dict)
     inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     outputs: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)
@@ -125,7 +124,8 @@ class _Step:
                 handlers[action.kind](action)
             log.append(LoggedAction(action, start, time.monotonic_ns(), self.waited))
         groups.position.stage = groups.position.micro_batch = -1
-        pipeline._outbox.flush()
+        with groups.recorder.flushing():
+            pipeline._outbox.flush()
         assert not (self.receiving or self.arrived or self.inputs or self.outputs), "the schedule left something undone"
         losses = torch.stack([self.losses[m] for m in sorted(self.losses)]) if self.losses else None
         return StepResult(losses, tuple(log))
@@ -198,12 +198,12 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self._on_device: deque[tuple[dist.Work, Tensor]] = deque()
-        self._queue: queue.SimpleQueue[tuple[dist.Work, Tensor] | threading.Event] = queue.SimpleQueue()
+        self._on_device: deque[tuple[Transfer, Tensor]] = deque()
+        self._queue: queue.SimpleQueue[tuple[Transfer, Tensor] | threading.Event] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def put(self, work: dist.Work, tensor: Tensor) -> None:
+    def put(self, work: Transfer, tensor: Tensor) -> None:
         """Takes over a started send."""
         if tensor.is_cuda:
             self._on_device.append((work, tensor))

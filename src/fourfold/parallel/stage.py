@@ -26,7 +26,7 @@ def build_stages(
     plan: RunPlan, groups: Groups, *, weights: WeightSource, dtype: torch.dtype, device: torch.device
 ) -> dict[int, ShardedStage]:
     """This rank's virtual stages by global index, with weights from ``weights``; ``dtype`` is that of computation."""
-    ops = sharded_ops(plan.config, groups)
+    ops = sharded_ops(plan.config, groups, z_loss=plan.recipe.train.z_loss)
     return {
         stage.index: ShardedStage(
             _build(stage, plan, groups, ops, weights, device), groups=groups, zero=plan.zero, dtype=dtype

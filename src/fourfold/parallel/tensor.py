@@ -27,8 +27,11 @@ from fourfold.parallel.torch_private import LocalPart
 from fourfold.recipe import ModelConfig
 
 
-def sharded_ops(config: ModelConfig, groups: Groups) -> Ops:
-    """The operations of a model with weights split over ``groups.tp`` and tokens over ``groups.cp`` and tp."""
+def sharded_ops(config: ModelConfig, groups: Groups, *, z_loss: float = 0.0) -> Ops:
+    """The operations of a model with weights split over ``groups.tp`` and tokens over ``groups.cp`` and tp.
+
+    ``z_loss`` is the factor of the term that :class:`VocabCrossEntropy` adds to what is minimised.
+    """
     tp, cp = groups.tp, groups.cp
     kv_head = tp.rank * config.num_kv_heads // tp.size
     kv_rows = slice(kv_head * config.head_dim, (kv_head + 1) * config.head_dim)
@@ -52,7 +55,9 @@ def sharded_ops(config: ModelConfig, groups: Groups) -> Ops:
         swiglu=lambda a, b: LeanSwiGLU.apply(a, b),
         attend=attend,
         combine=lambda x, weight: LinearScatter.apply(x, local(weight), tp),
-        cross_entropy=lambda logits, labels, vocab_size: VocabCrossEntropy.apply(logits, labels, vocab_size, tp),
+        cross_entropy=lambda logits, labels, vocab_size: VocabCrossEntropy.apply(
+            logits, labels, vocab_size, tp, z_loss
+        ),
     )
 
 
@@ -187,13 +192,17 @@ def embed(tokens: Tensor, weight: Tensor, tp: Group) -> Tensor:
 class VocabCrossEntropy(Function):
     """Summed cross-entropy of logits whose vocabulary is split over the TP ranks.
 
-    ``apply(logits [n, V / tp], labels [n], vocab_size, tp) -> fp32 scalar``, the same on all TP ranks. Labels of -1
-    count nothing, and entries from ``vocab_size`` on are padding. All that travels is one all-gather of three numbers
-    per token and rank; no rank ever holds the logits of the whole vocabulary.
+    ``apply(logits [n, V / tp], labels [n], vocab_size, tp, z_loss) -> fp32 scalar``, the same on all TP ranks. Labels
+    of -1 count nothing, and entries from ``vocab_size`` on are padding. All that travels is one all-gather of three
+    numbers per token and rank; no rank ever holds the logits of the whole vocabulary.
+
+    The gradient is that of the cross-entropy plus ``z_loss`` * log(Z)^2, where Z is the softmax's normaliser: PaLM's
+    z-loss, which keeps logits from drifting (Chowdhery et al. 2022, section 5). The value is the cross-entropy alone,
+    so that what is logged means the same with and without it.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, tp: Group) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, tp: Group, z_loss: float) -> Tensor:
         start = tp.rank * logits.shape[1]
         num_real = max(0, min(logits.shape[1], vocab_size - start))
         values = logits.to(torch.float32, copy=True)
@@ -211,7 +220,7 @@ class VocabCrossEntropy(Function):
         log_total = top + torch.log((masses * torch.exp(peaks - top)).sum(0))
         valid = labels >= 0
         ctx.save_for_backward(logits, own, inside, valid, log_total)
-        ctx.num_real = num_real
+        ctx.num_real, ctx.z_loss = num_real, z_loss
         return torch.where(valid, log_total - targets.sum(0), 0.0).sum()
 
     @staticmethod
@@ -219,6 +228,8 @@ class VocabCrossEntropy(Function):
         logits, own, inside, valid, log_total = ctx.saved_tensors
         grad = torch.exp(logits.float() - log_total.unsqueeze(1))
         grad[:, ctx.num_real :] = 0.0
+        if ctx.z_loss:
+            grad *= (1 + 2 * ctx.z_loss * log_total).unsqueeze(1)  # d log(Z) is the softmax
         grad.scatter_add_(1, own.unsqueeze(1), -inside.to(grad.dtype).unsqueeze(1))
         grad *= (valid * grads[0]).unsqueeze(1)
-        return grad.to(logits.dtype), None, None, None
+        return grad.to(logits.dtype), None, None, None, None

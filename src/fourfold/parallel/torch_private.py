@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,6 +12,7 @@ import torch
 import torch._dynamo  # the first DTensor imports it, which takes 0.8 s: once here, not in every forked rank
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _dump_fr_trace_json
 from torch.autograd import Function
 from torch.autograd import profiler as autograd_profiler
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +32,7 @@ def profiler_runs() -> bool:
 
 
 class LabelledAllGather(DefaultAllGather):
-    """FSDP2's all-gather under a name in traces; ``labelled(kind)`` opens the named range."""
+    """FSDP2's all-gather under a name in traces; ``labelled(kind)`` opens the named, recorded range."""
 
     def __init__(self, labelled: Callable[[str], AbstractContextManager[Any]]) -> None:
         self._labelled = labelled
@@ -90,6 +92,16 @@ def sums_gradients(part: FSDPModule) -> bool:
     """Whether an FSDP group adds gradients instead of averaging them."""
     groups = fully_shard.state(part)._fsdp_param_groups  # type: ignore[attr-defined]
     return all(group.gradient_divide_factor == 1.0 and group.force_sum_reduction_for_comms for group in groups)
+
+
+def flight_recorder(last: int) -> list[dict[str, Any]]:
+    """The last entries of PyTorch's flight recorder: what this process has put on any back end, oldest first.
+
+    PyTorch 2.13 records 2,000 calls unless TORCH_FR_BUFFER_SIZE, which is read when the first group is made, says
+    otherwise. Under gloo an entry says when a call was made, and never that it has ended.
+    """
+    entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
+    return entries[-last:]
 
 
 def whole_tensor(tensor: DTensor) -> Tensor:

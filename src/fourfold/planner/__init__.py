@@ -12,18 +12,26 @@ from fourfold.planner.arithmetic import (
     rank_bytes,
 )
 from fourfold.planner.consequences import Consequences, LaterPhase, RankConsequences, consequences
+from fourfold.planner.flops import ModelFlops, causal_pairs, model_flops
+from fourfold.planner.hardware import GPUS, Gpu, find_gpu
 
 __all__ = [
+    "GPUS",
     "Bytes",
     "Consequences",
+    "Gpu",
     "LaterPhase",
+    "ModelFlops",
     "ParameterCount",
     "RankConsequences",
     "StageCount",
+    "causal_pairs",
     "consequences",
     "count_parameters",
     "count_stages",
     "count_trained",
+    "find_gpu",
+    "model_flops",
     "moments_per_parameter",
     "on_tensor_rank",
     "rank_bytes",

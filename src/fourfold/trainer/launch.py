@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -21,30 +24,26 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fourfold.model import fill, huggingface
 from fourfold.parallel import WeightSource, connect
-from fourfold.planner import consequences
-from fourfold.recipe import Problem, RecipeError, RunPlan, check, load, to_toml
-from fourfold.report.text import print_consequences
-from fourfold.trainer.data import Rows, check_vocabulary
-from fourfold.trainer.export import partial_folder
+from fourfold.recipe import Problem, RecipeError, RunPlan, check, load
+from fourfold.trainer import runs
+from fourfold.trainer.checkpoint import CheckpointError, find_checkpoint, is_checkpoint, open_weights
+from fourfold.trainer.export import export_checkpoint
 from fourfold.trainer.loop import Outcome, train
+from fourfold.trainer.prepare import Prepared, clear, made_a_step, prepare
 from fourfold.trainer.ranks import RankFailure, Stopped, fork_ranks
-from fourfold.trainer.text import TokenSet, entries_of, load_tokens
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What all ranks share: the plan, the tokens, and the folder of the run."""
-
-    plan: RunPlan
-    tokens: TokenSet
-    folder: Path
-
-
-def run(plan: RunPlan, recipe_file: Path, overrides: Sequence[str]) -> int:
+def run(plan: RunPlan, recipe_file: Path, overrides: Sequence[str], *, resume: bool = False) -> int:
     """The verb ``fourfold train`` after its recipe, of which ``plan`` was made, is found legal: starts ranks, or joins.
 
+    Args:
+        plan: of the run.
+        recipe_file, overrides: what the plan was made of, for processes that must make it again.
+        resume: go on with the run of this name from its newest good checkpoint, if it has one.
+
     Returns:
-        The exit code: 0, or 128 + the number of the signal that stopped the run.
+        The exit code: 0 if training ended, or was stopped by SIGTERM and its state is saved; else 128 + the number of
+        the signal.
 
     Raises:
         RecipeError: what only this machine can say is wrong, before a process is started or a file written.
@@ -52,24 +51,29 @@ def run(plan: RunPlan, recipe_file: Path, overrides: Sequence[str]) -> int:
     """
     device = _device_type(plan)
     if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
-        return _join(plan, device)
+        return _join(plan, device, resume=resume)
     if device == "cuda":
         _check_gpus(plan, torch.cuda.device_count())
-        return launch_elastic(plan.grid.size, recipe_file, overrides, device)
+        return launch_elastic(plan.grid.size, recipe_file, overrides, device, resume=resume)
     weights = initial_weights(plan)  # here and not on each rank: the ranks share this process's memory
-    prepared = prepare(plan)
-    try:
-        outcomes = fork_ranks(plan.grid.size, lambda rank: _train(prepared, weights, torch.device("cpu")))
-    except Stopped as stopped:
-        summarize(prepared, stopped.results[0], killed=stopped.killed)
-        return 128 + stopped.signal
-    finally:
-        _clear(prepared.folder)
-    summarize(prepared, outcomes[0])
-    return 0
+    prepared = prepare(plan, weights_from=describe_weights(plan), resume=resume)
+    timeouts = plan.recipe.timeouts
+    with _answering_for(prepared) as ending:
+        try:
+            outcomes = fork_ranks(
+                plan.grid.size,
+                lambda rank: _train(prepared, weights, torch.device("cpu")),
+                grace=timeouts.grace,
+                collective_timeout=timeouts.collective,
+            )
+        except Stopped as stopped:
+            return ending(stopped.results[0], stopped.signal, killed=stopped.killed)
+        return ending(outcomes[0])
 
 
-def launch_elastic(num_ranks: int, recipe_file: Path, overrides: Sequence[str], device: str) -> int:
+def launch_elastic(
+    num_ranks: int, recipe_file: Path, overrides: Sequence[str], device: str, *, resume: bool = False
+) -> int:
     """Starts the ranks through PyTorch's elastic launcher: CUDA does not survive a fork.
 
     Returns:
@@ -88,7 +92,7 @@ def launch_elastic(num_ranks: int, recipe_file: Path, overrides: Sequence[str], 
         max_restarts=0,
     )
     try:
-        codes = elastic_launch(config, _elastic_rank)(recipe_file, list(overrides), device)
+        codes = elastic_launch(config, _elastic_rank)(recipe_file, list(overrides), device, resume)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         # A dictionary if the rank wrote its traceback, a sentence if it died by a signal.
@@ -100,88 +104,71 @@ def launch_elastic(num_ranks: int, recipe_file: Path, overrides: Sequence[str], 
     return max(codes.values())
 
 
-def prepare(plan: RunPlan) -> Prepared:
-    """Reads the text, prints the consequences, makes the run's folder: in this order, so that errors leave nothing."""
-    recipe = plan.recipe
-    check_vocabulary(entries_of(recipe.data.tokenizer), plan)  # before a tokenizer is trained for nothing
-    tokens = load_tokens(recipe.data.source, recipe.data.tokenizer)
-    check_vocabulary(tokens.vocab_size, plan)
-    Rows(tokens, seq_len=recipe.batch.seq_len, seed=recipe.data.seed)
-    print_consequences(consequences(plan))
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(
-        f"\nText: {len(tokens.lengths):,} documents, {len(tokens.tokens):,} tokens, {tokens.vocab_size} entries; "
-        f"unigram entropy {tokens.unigram_entropy:.3f} nats per token\n"
-        f"{_skipped(tokens)}"
-        f"Weights: {f'from {recipe.model.path}' if has_weights(plan) else f'random, seed {recipe.train.seed}'}"
-    )
-    folder = None
+@contextmanager
+def _answering_for(prepared: Prepared) -> Iterator[Callable[..., int]]:
+    """The process that prepared a run keeps its run.json true, exports its model, and leaves nothing half-written.
+
+    Yields a function to be called with how the ranks ended, which returns the exit code.
+    """
+
+    def ending(outcome: Outcome | None, stopped_by: int = 0, *, killed: bool = False) -> int:
+        stopped_by = stopped_by or (outcome.stopped_by if outcome is not None else 0)
+        if not stopped_by:
+            _export(prepared, again=outcome is not None and outcome.last is not None)
+        summarize(prepared, outcome, killed=killed)
+        name = f"by {signal.Signals(stopped_by).name}" if stopped_by else None
+        runs.end(prepared.folder, "stopped" if stopped_by else "finished", name)
+        saved = outcome is not None and outcome.saved
+        return 0 if not stopped_by or (stopped_by == signal.SIGTERM and saved) else 128 + stopped_by
+
     try:
-        folder = new_folder(Path(recipe.output.dir), recipe.output.name)
-        (folder / "recipe.toml").write_text(to_toml(recipe), encoding="utf-8")
-        console.print(f"Run folder: {folder}\n")
+        yield ending
     except BaseException as error:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
-        rule = f"cannot be written to: {error.filename}: {error.strerror}"
-        raise RecipeError([Problem("output.dir", recipe.output.dir, rule)]) from None
-    return Prepared(plan, tokens, folder)
+        runs.end(prepared.folder, "failed", str(error).partition("\n")[0])
+        raise
+    finally:
+        clear(prepared.folder)
 
 
-def _skipped(tokens: TokenSet) -> str:
-    if not tokens.skipped:
-        return ""
-    return f"Skipped {len(tokens.skipped):,} files that are not UTF-8 text, such as {tokens.skipped[0]}\n"
-
-
-def new_folder(parent: Path, name: str) -> Path:
-    """Makes ``parent/name``, or ``name-2``, ``name-3`` ... if that run exists already."""
-    parent.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        folder = parent / (name if number == 1 else f"{name}-{number}")
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return folder
-
-
-def _clear(folder: Path) -> None:
-    """What a run that did not end well leaves is no half model, and no folder if it made no step."""
-    shutil.rmtree(partial_folder(folder / "model"), ignore_errors=True)
-    if not _made_a_step(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _made_a_step(folder: Path) -> bool:
-    metrics = folder / "metrics.jsonl"
-    return metrics.exists() and metrics.stat().st_size > 0
+def _export(prepared: Prepared, *, again: bool) -> None:
+    """Writes the finished model. One of an earlier end of this run stays only if training did not go on."""
+    model = prepared.folder / "model"
+    if model.exists() and not again:
+        return
+    shutil.rmtree(model, ignore_errors=True)
+    export_checkpoint(prepared.store.complete()[-1], model)
 
 
 def summarize(prepared: Prepared, outcome: Outcome | None, *, killed: bool = False) -> None:
     """Prints how the run ended, for the reader who comes back to it. ``outcome`` None: the ranks could not say."""
-    console = Console(soft_wrap=True, highlight=False)
-    if outcome is None or outcome.last is None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    if outcome is None or outcome.state.step == 0:
         why = "The ranks were killed" if killed else "Stopped before the first step"
-        kept = f" Metrics: {prepared.folder / 'metrics.jsonl'}" if _made_a_step(prepared.folder) else ""
-        console.print(f"\n{why}; no model was written.{kept}")
+        kept = f" Metrics: {prepared.folder / 'metrics.jsonl'}" if made_a_step(prepared.folder) else ""
+        console.print(f"\n{why}; nothing was saved.{kept}")
         return
-    last = outcome.last
-    recipe, entropy = prepared.plan.recipe, prepared.tokens.unigram_entropy
-    relation = "below" if last.loss < entropy else "above"
+    steps, entropy, last = prepared.plan.recipe.train.steps, prepared.data.unigram_entropy, outcome.last
     how = "Stopped" if outcome.stopped_by else "Finished"
-    console.print(
-        f"\n{how} after {last.step} of {recipe.train.steps} steps, {last.tokens:,} tokens in {outcome.seconds:.0f} s "
-        f"({last.tokens / outcome.seconds:,.0f} tokens/s).\n"
-        f"Last loss {last.loss:.4f}, {abs(entropy - last.loss):.2f} nats {relation} the unigram entropy "
-        f"{entropy:.3f}.\n"
-        f"Metrics: {prepared.folder / 'metrics.jsonl'}\n"
-        f"Model:   {prepared.folder / 'model'} (Hugging Face format)"
-    )
+    lines = [f"\n{how} after {outcome.state.step} of {steps} steps, {outcome.state.tokens:,} tokens"]
+    if last is None:
+        lines[0] += "; none of them now: there was nothing left to do."
+    else:
+        lines[0] += (
+            f"; {outcome.tokens:,} of them now in {outcome.seconds:.0f} s "
+            f"({outcome.tokens / outcome.seconds:,.0f} tokens/s)."
+        )
+        known = "."
+        if entropy is not None:
+            relation = "below" if last.loss < entropy else "above"
+            known = f", {abs(entropy - last.loss):.2f} nats {relation} the unigram entropy {entropy:.3f}."
+        lines.append(f"Last loss {last.loss:.4f}{known}")
+    lines.append(f"Metrics:    {prepared.folder / 'metrics.jsonl'}")
+    lines.append(f"Checkpoint: {prepared.store.complete()[-1].path}")
+    if outcome.stopped_by:
+        lines.append(f"Go on with: fourfold train {prepared.folder / 'recipe.toml'} --resume")
+    else:
+        lines.append(f"Model:      {prepared.folder / 'model'} (Hugging Face format)")
+    console.print("\n".join(lines))
 
 
 def initial_weights(plan: RunPlan) -> WeightSource:
@@ -194,8 +181,13 @@ def initial_weights(plan: RunPlan) -> WeightSource:
     if has_weights(plan):
         assert path is not None
         try:
-            read = huggingface.open_weights(path, config)
-        except (ValueError, OSError, SafetensorError) as error:
+            if is_checkpoint(path):
+                read = open_weights(find_checkpoint(path), config)
+            else:
+                read = huggingface.open_weights(path, config)
+        except RecipeError:
+            raise
+        except (CheckpointError, ValueError, OSError, SafetensorError) as error:
             raise RecipeError([Problem("model.path", path, f"its weights cannot be used: {error}")]) from None
         return lambda name, shape, slices: read(name, slices)
 
@@ -215,7 +207,7 @@ def has_weights(plan: RunPlan) -> bool:
     path = plan.recipe.model.path
     if path is None:
         return False
-    if any(Path(path).glob("*.safetensors")):
+    if is_checkpoint(path) or any(Path(path).glob("*.safetensors")):
         return True
     others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in Path(path).glob(pattern))
     if others:
@@ -224,15 +216,23 @@ def has_weights(plan: RunPlan) -> bool:
     return False
 
 
+def describe_weights(plan: RunPlan) -> str:
+    """Where initial weights come from, in words."""
+    return f"from {plan.recipe.model.path}" if has_weights(plan) else f"random, seed {plan.recipe.train.seed}"
+
+
 def _train(prepared: Prepared, weights: WeightSource, device: torch.device) -> Outcome:
     """The work of one rank whose default process group is up."""
     plan = prepared.plan
     groups = connect(plan.grid, device.type)
-    return train(plan, prepared.tokens, prepared.folder, groups=groups, weights=weights, device=device)
+    return train(prepared, groups=groups, weights=weights, device=device)
 
 
-def _join(plan: RunPlan, device_type: str) -> int:
-    """One rank among those that torchrun, or PyTorch's elastic launcher, has started."""
+def _join(plan: RunPlan, device_type: str, *, resume: bool) -> int:
+    """One rank among those that torchrun, or PyTorch's elastic launcher, has started.
+
+    After an elastic restart the run goes on from its newest good checkpoint, whether or not that was asked for.
+    """
     torch.set_num_threads(1 if device_type == "cpu" else torch.get_num_threads())
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device_type == "cuda" else "cpu")
     world = int(os.environ["WORLD_SIZE"])
@@ -240,36 +240,70 @@ def _join(plan: RunPlan, device_type: str) -> int:
         rule = f"tp x cp x pp x dp = {plan.grid.size} must equal the number of processes, {world}"
         raise RecipeError([Problem("layout", None, rule)])
     weights = initial_weights(plan)
-    shared: list[Any] = [None, None]  # what rank 0 prepared, and what is wrong if it could not
-    if os.environ["RANK"] == "0":
-        try:
-            shared[0] = prepare(plan)
-        except RecipeError as error:  # told to all, or they would wait for this rank
-            shared[1] = error.problems
     if device_type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo", device_id=device if device_type == "cuda" else None
+        "nccl" if device_type == "cuda" else "gloo",
+        device_id=device if device_type == "cuda" else None,
+        timeout=timedelta(seconds=plan.recipe.timeouts.collective),
     )
+    if dist.get_rank() != 0:
+        prepared = _receive()
+        outcome = _train(prepared, weights, device)
+        _leave()
+        return 128 + outcome.stopped_by if outcome.stopped_by and not outcome.saved else 0
+    prepared = _prepare_for_all(plan, resume=resume)
+    with _answering_for(prepared) as ending:
+        outcome = _train(prepared, weights, device)
+        code = ending(outcome)
+    _leave()
+    return code
+
+
+def _prepare_for_all(plan: RunPlan, *, resume: bool) -> Prepared:
+    """What rank 0 does before all ranks train: prepares, and tells the others, also what is wrong: or they would wait."""
+    shared: list[Any] = [None, None]
+    try:
+        shared[0] = prepare(_named(plan), weights_from=describe_weights(plan), resume=resume or _restarted())
+    except RecipeError as error:
+        shared[1] = error.problems
+        raise
+    finally:
+        dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def _receive() -> Prepared:
+    shared: list[Any] = [None, None]
     dist.broadcast_object_list(shared, src=0)
     prepared, problems = shared
-    if problems is not None:
-        raise RecipeError(problems)
-    try:
-        outcome = _train(prepared, weights, device)
-    finally:
-        if dist.get_rank() == 0:
-            _clear(prepared.folder)
-    if dist.get_rank() == 0:
-        summarize(prepared, outcome)
+    if prepared is None:
+        raise RecipeError(problems or [Problem("", None, "rank 0 could not prepare the run")])
+    return prepared
+
+
+def _leave() -> None:
     dist.barrier()
     dist.destroy_process_group()
-    return 128 + outcome.stopped_by if outcome.stopped_by else 0
+
+
+def _named(plan: RunPlan) -> RunPlan:
+    """After an elastic restart, under the name of the folder that this job has made: its recipe's may be another run's."""
+    output = plan.recipe.output
+    name = runs.name_of_job(Path(output.dir), os.environ.get("TORCHELASTIC_RUN_ID")) if _restarted() else None
+    if name is None:
+        return plan
+    return check(msgspec.structs.replace(plan.recipe, output=msgspec.structs.replace(output, name=name)))
+
+
+def _restarted() -> bool:
+    """Whether PyTorch's elastic launcher started this process again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 @record
-def _elastic_rank(recipe_file: Path, overrides: list[str], device: str) -> int:
-    return _join(check(load(recipe_file, overrides)), device)
+def _elastic_rank(recipe_file: Path, overrides: list[str], device: str, resume: bool) -> int:
+    return _join(check(load(recipe_file, overrides)), device, resume=resume)
 
 
 def _device_type(plan: RunPlan) -> str:

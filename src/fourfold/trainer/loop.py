@@ -4,90 +4,229 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from fourfold.parallel import Groups, ParallelModel, WeightSource
-from fourfold.recipe import RunPlan
+from fourfold.data.stream import Position
+from fourfold.parallel import Groups, MicroBatch, ParallelModel, StepTotals, WeightSource
+from fourfold.recipe import Phase
 from fourfold.trainer import sanity
-from fourfold.trainer.data import Loader, Rows
-from fourfold.trainer.export import export
-from fourfold.trainer.metrics import Reporter, StepMetrics, peak_memory, write_action_log
+from fourfold.trainer.batches import Loader, ValidationBatches
+from fourfold.trainer.checkpoint import CheckpointError, Saver, TrainState, load_newest
+from fourfold.trainer.garbage import Garbage
+from fourfold.trainer.meter import Meter
+from fourfold.trainer.metrics import Reporter, StepMetrics, ValidationMetrics, cut_action_log, write_action_log
+from fourfold.trainer.nonfinite import NonFinitePolicy, find_non_finite
 from fourfold.trainer.optimizer import learning_rate, make_optimizer
-from fourfold.trainer.text import TokenSet
+from fourfold.trainer.prepare import Prepared
+from fourfold.trainer.sinks import open_sinks
+from fourfold.trainer.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the last step's metrics, if any, the seconds of the loop, and the signal that ended it or 0."""
+    """How a run ended.
+
+    Attributes:
+        last: metrics of the last step made here; None if there was none.
+        state: where training stands.
+        seconds: of the loop.
+        tokens: trained on here.
+        stopped_by: the signal that ended it, or 0.
+        saved: whether ``state`` is in a checkpoint.
+    """
 
     last: StepMetrics | None
+    state: TrainState
     seconds: float
+    tokens: int
     stopped_by: int
+    saved: bool
 
 
-def train(
-    plan: RunPlan, tokens: TokenSet, folder: Path, *, groups: Groups, weights: WeightSource, device: torch.device
-) -> Outcome:
-    """One rank's work from the first step to the finished model. All ranks call it with the same plan and tokens."""
-    recipe, settings = plan.recipe, plan.recipe.optimizer
+def train(run: Prepared, *, groups: Groups, weights: WeightSource, device: torch.device) -> Outcome:
+    """One rank's work, from the first step or the newest good checkpoint to the finished model. All ranks call it."""
+    recipe = run.plan.recipe
     stop_request = StopRequest()
-    model = ParallelModel(plan, groups, weights=weights, device=device)
-    optimizer = make_optimizer(model.gradients.weights, settings, tied=plan.config.tied)
-    rows = Rows(tokens, seq_len=recipe.batch.seq_len, seed=recipe.data.seed)
-    loader = Loader(rows, plan, groups.coordinates.dp)
-    metrics, stopped_by, started = None, 0, time.monotonic()
-
-    with Reporter(folder if groups.rank == 0 else None, recipe.train.steps) as reporter:
-        for step in range(recipe.train.steps):
-            step_started = time.monotonic()
-            watched = step < recipe.train.sanity_steps
-            lr = learning_rate(step, steps=recipe.train.steps, settings=settings)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-
-            micro_batches = loader.micro_batches(step)
-            if watched:
-                sanity.check_inputs(model, micro_batches)
-            totals = model.forward_backward(micro_batches)
-            norm = model.gradients.norm(settings.clip_norm_type)
-            if settings.clip_norm > 0:
-                model.gradients.clip(norm, settings.clip_norm)
-            if watched:
-                sanity.check_gradients(model)
-                sanity.check_learning_rate(model, optimizer, lr)
-            model.gradients.hand_over()
-            optimizer.step()
-            model.zero_grad()
-            if watched:
-                sanity.check_weights(model)
-
-            # All ranks stop after the same step, or none: whoever stopped alone would leave the others waiting.
-            peak, stop = model.world_max([float(peak_memory(device)), float(stop_request.signal)])
-            seconds = time.monotonic() - step_started
-            num_tokens = recipe.batch.sequences * recipe.batch.seq_len
-            metrics = StepMetrics(
-                step=step + 1,
-                loss=totals.loss,
-                grad_norm=norm,
-                lr=lr,
-                tokens=num_tokens * (step + 1),
-                valid_tokens=totals.valid_tokens,
-                tokens_per_second=num_tokens / seconds,
-                step_seconds=seconds,
-                peak_memory_bytes=int(peak),
-            )
+    trainer = Trainer(run, groups=groups, weights=weights, device=device)
+    began_at, started, stopped_by, metrics = trainer.state, time.monotonic(), 0, None
+    with ExitStack() as open_things:
+        reporter = open_things.enter_context(_reporter(run, groups, began_at.step))
+        watchdog = open_things.enter_context(Watchdog(run.folder, groups, recipe.timeouts))
+        garbage = open_things.enter_context(Garbage(recipe.train.gc_every))
+        trainer.meter.begin()
+        while trainer.state.step < recipe.train.steps and not stopped_by:
+            number = trainer.state.step + 1
+            watchdog.step_begins(number)
+            metrics, totals = trainer.step()
             reporter.report(metrics)
             every = recipe.output.action_log_every
-            if every and (step + 1) % every == 0:
-                write_action_log(folder, groups.rank, step + 1, totals.log)
-            if stopped_by := int(stop):
-                break
+            if every and number % every == 0:
+                write_action_log(run.folder, groups.rank, number, totals.log)
+            for result in trainer.validate():
+                reporter.report_validation(result)
+            if recipe.checkpoint.every and number % recipe.checkpoint.every == 0:
+                trainer.save()
+            garbage.step_ended(number)
+            # All ranks stop after the same step, or none: whoever stopped alone would leave the others waiting.
+            stopped_by = int(trainer.model.world_max([float(stop_request.signal)])[0])
+            watchdog.step_ended()
         seconds = time.monotonic() - started
-        export(model, folder / "model", tokenizer_json=tokens.tokenizer_json)
-    return Outcome(metrics, seconds, stopped_by)
+        trainer.save_last()
+    tokens = trainer.state.tokens - began_at.tokens
+    return Outcome(metrics, trainer.state, seconds, tokens, stopped_by, saved=trainer.state == trainer.saved)
+
+
+class Trainer:
+    """One rank's model, optimizer and data, and where training stands. All ranks call the same methods.
+
+    Attributes:
+        state: after the last step.
+        saved: what the newest checkpoint holds; None if there is none.
+    """
+
+    def __init__(self, run: Prepared, *, groups: Groups, weights: WeightSource, device: torch.device) -> None:
+        self.plan = plan = run.plan
+        recipe = plan.recipe
+        self.groups = groups
+        self.model = ParallelModel(plan, groups, weights=weights, device=device)
+        self.optimizer = make_optimizer(self.model.gradients.weights, recipe.optimizer, tied=plan.config.tied)
+        self.saved = load_newest(self.model, self.optimizer, run.store, groups) if run.resumes else None
+        self.state = self.saved or TrainState(0, 0, Position().to_json(), 0, 0)
+        self._first_step = self.state.step
+        self._stream = run.data.open_stream()
+        self._loader = Loader(self._stream, plan, groups.coordinates.dp)
+        self._validation = run.data.open_validation()
+        self._policy = NonFinitePolicy(recipe.train, skipped=self.state.skipped)
+        self._saver = Saver(
+            self.model,
+            self.optimizer,
+            run.store,
+            plan,
+            keep=recipe.checkpoint.keep,
+            asynchronous=recipe.checkpoint.asynchronous,
+            data=run.data.fingerprint,
+            tokenizer_files=run.data.tokenizer_files,
+        )
+        self.meter = Meter(plan, groups, device)
+
+    def step(self) -> tuple[StepMetrics, StepTotals]:
+        """One optimizer step."""
+        recipe, settings, model = self.plan.recipe, self.plan.recipe.optimizer, self.model
+        phase, position = self.plan.phase_at(self.state.tokens), Position.from_json(self.state.position)
+        watched = self.state.step - self._first_step < recipe.train.sanity_steps
+        lr = learning_rate(self.state.step, steps=recipe.train.steps, settings=settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+        with self.meter.part("data"):
+            micro_batches = self._loader.micro_batches(position, phase)
+        if watched:
+            sanity.check_inputs(model, micro_batches)
+        with self.meter.part("forward_backward"):
+            totals = model.forward_backward(micro_batches, schedule=phase.schedule)
+            norm = model.gradients.norm(settings.clip_norm_type)
+        accepted = self._policy.accepts(totals.loss, norm)
+        if accepted:
+            with self.meter.part("optimizer"):
+                self._update(norm, lr, watched=watched)
+        else:
+            self._refuse(micro_batches, phase, totals.loss, norm)
+        self._advance(phase, position, moved=accepted)
+        metrics = self.meter.end(
+            totals,
+            micro_batches,
+            step=self.state.step,
+            num_tokens=phase.num_tokens,
+            tokens=self.state.tokens,
+            samples=self.state.position["samples"],
+            grad_norm=norm,
+            lr=lr,
+            skipped=self.state.skipped,
+        )
+        return metrics, totals
+
+    def _update(self, norm: float, lr: float, *, watched: bool) -> None:
+        model, settings = self.model, self.plan.recipe.optimizer
+        if settings.clip_norm > 0:
+            model.gradients.clip(norm, settings.clip_norm)
+        if watched:
+            sanity.check_gradients(model)
+            sanity.check_learning_rate(model, self.optimizer, lr)
+        model.gradients.hand_over()
+        self.optimizer.step()
+        model.zero_grad()
+        if watched:
+            sanity.check_weights(model)
+
+    def _refuse(self, micro_batches: list[MicroBatch], phase: Phase, loss: float, norm: float) -> None:
+        """Leaves a step out, or raises, as the policy says; the same on all ranks."""
+        cause = find_non_finite(self.model, micro_batches, schedule=phase.schedule)
+        line = self._policy.refuse(self.state.step + 1, loss, norm, cause.describe(self.groups.grid))
+        if self.groups.rank == 0:
+            print(line, flush=True)
+
+    def _advance(self, phase: Phase, position: Position, *, moved: bool) -> None:
+        state = self.state
+        self.state = TrainState(
+            step=state.step + 1,
+            tokens=state.tokens + phase.num_tokens,
+            position=self._stream.advance(position, phase.seq_len, phase.sequences).to_json(),
+            optimizer_steps=state.optimizer_steps + moved,
+            skipped=self._policy.skipped,
+        )
+
+    def validate(self) -> list[ValidationMetrics]:
+        """Measures the loss on the sets whose turn it is after the step made last."""
+        step, steps, results = self.state.step, self.plan.recipe.train.steps, []
+        for settings, source in zip(self.plan.recipe.data.validation, self._validation, strict=True):
+            if step % settings.every and step < steps:
+                continue
+            started = time.monotonic()
+            seq_len = self.plan.phase_at(self.state.tokens).seq_len
+            batches = ValidationBatches(
+                source,
+                seq_len=seq_len,
+                limit=settings.sequences,
+                plan=self.plan,
+                dp_rank=self.groups.coordinates.dp,
+            )
+            totals = self.model.evaluate(batches)
+            seconds = time.monotonic() - started
+            results.append(ValidationMetrics(step, settings.name, totals.loss, totals.valid_tokens, seconds))
+        return results
+
+    def save(self) -> None:
+        """Begins to save where training stands. A save that fails is tried again with the next."""
+        with self.meter.part("checkpoint"):
+            self._saver.wait()
+            if (failure := self._saver.failure()) is not None:
+                print(f"rank {self.groups.rank}: {failure}", flush=True)
+            self._saver.save(self.state)
+        self.saved = self.state
+
+    def save_last(self) -> None:
+        """Saves the end of this run, unless it is saved, or no step was ever made, and waits until that is done.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self.state.step > 0 and self.saved != self.state:
+            self.save()
+        self._saver.wait()
+        if (failure := self._saver.failure()) is not None:
+            raise CheckpointError(failure)
+
+
+def _reporter(run: Prepared, groups: Groups, resume_step: int) -> Reporter:
+    cut_action_log(run.folder, groups.rank, resume_step)
+    recipe, reports = run.plan.recipe, groups.rank == 0
+    sinks = open_sinks(run.folder, recipe, resume_step=resume_step) if reports else []
+    folder: Path | None = run.folder if reports else None
+    return Reporter(folder, recipe.train.steps, resume_step=resume_step, sinks=sinks)
 
 
 class StopRequest:

@@ -1,63 +1,91 @@
-"""What a run reports: one JSON object per step in a file, a line to watch, and the action log."""
+"""What a run reports: numbers of every step and of every validation, a line to watch, and the action log."""
 
 from __future__ import annotations
 
 import json
-import math
-import resource
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fourfold.parallel import LoggedAction
+from fourfold.trainer.sinks import Guarded, JsonLines, cut_after
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of metrics.jsonl, with the keys of docs/formats.md. A number that is not finite is null there."""
+    """One line of metrics.jsonl, with the keys of docs/formats.md. All ranks know the same.
+
+    None: unknown. A number that is not finite is null in the file as well.
+    """
 
     step: int
     loss: float
     grad_norm: float
     lr: float
     tokens: int
+    samples: int
     valid_tokens: int
+    skipped: int
     tokens_per_second: float
     step_seconds: float
+    data_seconds: float
+    forward_backward_seconds: float
+    optimizer_seconds: float
+    checkpoint_seconds: float
+    other_seconds: float
+    idle_share: float | None
+    idle_share_max: float | None
+    attention_pairs: int
+    model_flops_per_second: float
+    mfu_6p: float | None
+    mfu_attention: float | None
     peak_memory_bytes: int
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that PyTorch allocated on a GPU, or the largest resident size of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+@dataclass(frozen=True)
+class ValidationMetrics:
+    """One line of validation.jsonl: the loss on a held-out set after a step."""
+
+    step: int
+    set: str
+    loss: float
+    valid_tokens: int
+    seconds: float
 
 
 class Reporter:
     """Writes what rank 0 reports. On other ranks (``folder`` None) it does nothing.
 
     On a terminal there is one line that moves; elsewhere about forty lines in all.
+
+    Args:
+        folder: of the run.
+        num_steps: of the whole run.
+        resume_step: the last step that an earlier part of the run has made and that is kept. What the files hold of
+            later ones is removed: those steps come again.
+        sinks: where else numbers go. They are closed with this.
     """
 
-    def __init__(self, folder: Path | None, num_steps: int) -> None:
+    def __init__(
+        self, folder: Path | None, num_steps: int, *, resume_step: int = 0, sinks: Sequence[Guarded] = ()
+    ) -> None:
         self._num_steps = num_steps
-        self._file: IO[str] | None = None
+        self._resume_step = resume_step
+        self._sinks = sinks
+        self._files: dict[str, JsonLines] = {}
         self._progress: Progress | None = None
         self._console = Console(soft_wrap=True, highlight=False)
         self._every = max(1, num_steps // 40)
+        self._peak_doubted = False
         if folder is None:
             return
-        self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)  # a line is on disk at once
+        for name in ("metrics", "validation"):
+            self._files[name] = JsonLines(folder / f"{name}.jsonl", resume_step=resume_step)
         if self._console.is_terminal:
             columns = (
                 TextColumn("{task.description}"),
@@ -66,7 +94,7 @@ class Reporter:
                 TimeRemainingColumn(),
             )
             self._progress = Progress(*columns, console=self._console, auto_refresh=False)
-            self._task = self._progress.add_task("starting", total=num_steps, rest="")
+            self._task = self._progress.add_task("starting", total=num_steps, completed=resume_step, rest="")
 
     def __enter__(self) -> Reporter:
         if self._progress is not None:
@@ -79,26 +107,53 @@ class Reporter:
     ) -> None:
         if self._progress is not None:
             self._progress.stop()
-        if self._file is not None:
-            self._file.close()
+        for file in self._files.values():
+            file.close()
+        for sink in self._sinks:
+            sink.close()
 
     def report(self, metrics: StepMetrics) -> None:
-        """Writes the line of one step."""
-        if self._file is None:
+        """Writes the numbers of one step."""
+        if not self._files:
             return
-        # JSON has no nan and no infinity.
-        values = {k: v if math.isfinite(v) else None for k, v in asdict(metrics).items()}
-        self._file.write(json.dumps(values) + "\n")
-        head = f"step {metrics.step:>{len(str(self._num_steps))}}/{self._num_steps}"
+        values = asdict(metrics)
+        self._files["metrics"].write(values)
+        step = values.pop("step")
+        for sink in self._sinks:
+            sink.write(step, {f"train/{name}": value for name, value in values.items()})
+        self._doubt_peak(metrics)
+        head = f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"
         rest = f"loss {metrics.loss:7.4f}  norm {metrics.grad_norm:6.2f}  {metrics.tokens_per_second:8,.0f} tokens/s"
+        if metrics.mfu_attention is not None:
+            rest += f"  MFU {metrics.mfu_attention:.1%}"
         if self._progress is not None:
-            self._progress.update(self._task, completed=metrics.step, description=head, rest=rest)
+            self._progress.update(self._task, completed=step, description=head, rest=rest)
             self._progress.refresh()
-        if metrics.step % self._every == 0 or metrics.step in (1, self._num_steps):
+        elif step % self._every == 0 or step in (self._resume_step + 1, self._num_steps):
             passed = time.monotonic() - self._started
-            left = passed / metrics.step * (self._num_steps - metrics.step)
-            if self._progress is None:
-                self._console.print(f"{head}  {rest}  {_clock(left)} left")
+            left = passed / (step - self._resume_step) * (self._num_steps - step)
+            self._console.print(f"{head}  {rest}  {_clock(left)} left")
+
+    def report_validation(self, metrics: ValidationMetrics) -> None:
+        """Writes the loss on a held-out set."""
+        if not self._files:
+            return
+        self._files["validation"].write(asdict(metrics))
+        for sink in self._sinks:
+            sink.write(metrics.step, {f"validation/{metrics.set}": metrics.loss})
+        labels, seconds = f"{metrics.valid_tokens:,} labels", f"{metrics.seconds:.1f} s"
+        text = f"step {metrics.step:>{len(str(self._num_steps))}}: validation loss {metrics.loss:.4f} on {metrics.set}"
+        self._console.print(f"{text} ({labels}, {seconds})", markup=False)
+
+    def _doubt_peak(self, metrics: StepMetrics) -> None:
+        """No computation is faster than its hardware. (6P may be: it counts an embedding that is not multiplied.)"""
+        if self._peak_doubted or metrics.mfu_attention is None or metrics.mfu_attention <= 1:
+            return
+        self._peak_doubted = True
+        self._console.print(
+            f"MFU is {metrics.mfu_attention:.2f}, which cannot be: "
+            "the peak of this GPU in fourfold/planner/hardware.py is wrong"
+        )
 
 
 def _clock(seconds: float) -> str:
@@ -109,7 +164,7 @@ def _clock(seconds: float) -> str:
 
 def write_action_log(folder: Path, rank: int, step: int, log: Sequence[LoggedAction]) -> None:
     """Appends one step of one rank to ``actions/rank-NNNNN.jsonl``; the form is that of docs/formats.md."""
-    path = folder / "actions" / f"rank-{rank:05d}.jsonl"
+    path = _action_log(folder, rank)
     path.parent.mkdir(exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for entry in log:
@@ -121,3 +176,12 @@ def write_action_log(folder: Path, rank: int, step: int, log: Sequence[LoggedAct
                 "wait": entry.wait,
             }
             file.write(json.dumps(line) + "\n")
+
+
+def cut_action_log(folder: Path, rank: int, step: int) -> None:
+    """Removes from one rank's action log what it holds of steps after ``step``: after a resume they come again."""
+    cut_after(_action_log(folder, rank), step)
+
+
+def _action_log(folder: Path, rank: int) -> Path:
+    return folder / "actions" / f"rank-{rank:05d}.jsonl"

@@ -7,6 +7,7 @@ and take 7 MB each, where sixteen interpreters would take nine seconds.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import pickle
 import signal
@@ -22,7 +23,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,8 @@ GRACE = 30.0
 # Signals that come closer together, in seconds, are one request: a wrapper may pass on what the terminal sends as well.
 ONE_REQUEST = 0.5
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Names the file in which a process says why it ends; PyTorch's elastic launcher sets it and reads the file, as we do.
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class RankFailure(RuntimeError):  # noqa: N818 - it reports an error of another process
@@ -69,11 +72,17 @@ class _Report:
     error: str | None = None
     time: float = 0.0
     secondary: bool = False  # an error of a broken connection, most likely the echo of another rank's end
+    culprit: int | None = None  # another rank that is to blame
     terminated: bool = False  # died by SIGTERM, as it should if that came before the work could handle it
 
 
 def fork_ranks(
-    num_ranks: int, work: Callable[[int], Any], *, timeout: float | None = None, grace: float = GRACE
+    num_ranks: int,
+    work: Callable[[int], Any],
+    *,
+    timeout: float | None = None,
+    grace: float = GRACE,
+    collective_timeout: float = 1800.0,
 ) -> list[Any]:
     """Runs ``work(rank)`` in ``num_ranks`` forked processes joined in a gloo group, and returns what each returned.
 
@@ -85,6 +94,7 @@ def fork_ranks(
         work: called in each; what it returns must be picklable.
         timeout: seconds for all of it; None for no limit.
         grace: seconds that ranks may take to stop.
+        collective_timeout: seconds after which PyTorch gives up a collective.
 
     Raises:
         RankFailure: a rank raised, or died by a signal; all others have been ended. The culprit's message comes first.
@@ -97,7 +107,7 @@ def fork_ranks(
     ranks = _Ranks()
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder, _Handlers(ranks.stop):
         try:
-            ranks.start(num_ranks, work, Path(folder) / "rendezvous")
+            ranks.start(num_ranks, work, Path(folder), collective_timeout)
             ranks.supervise(timeout, grace)
         finally:
             ranks.end()
@@ -108,6 +118,7 @@ class _Ranks:
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []
+        self.error_files: list[Path] = []
         self.reports: dict[int, _Report] = {}
         self.stopped_by: int | None = None
         self.stopping_since = 0.0
@@ -115,7 +126,7 @@ class _Ranks:
         self.killed = False
         self.lifeline = os.pipe()  # nothing is ever written: it breaks when this process ends
 
-    def start(self, num_ranks: int, work: Callable[[int], Any], rendezvous: Path) -> None:
+    def start(self, num_ranks: int, work: Callable[[int], Any], folder: Path, collective_timeout: float) -> None:
         context = get_context("fork")
         # What exists now is left alone by the ranks' garbage collectors: looking at it would copy it into each.
         gc.freeze()
@@ -124,12 +135,13 @@ class _Ranks:
         try:
             for rank in range(num_ranks):
                 receiving, sending = context.Pipe(duplex=False)
-                place = _Place(rank, num_ranks, rendezvous, sending, self.lifeline)
+                place = _Place(rank, num_ranks, folder, sending, self.lifeline, collective_timeout)
                 process = context.Process(target=_child, args=(place, work), name=f"rank{rank}")
                 process.start()
                 sending.close()
                 self.processes.append(process)
                 self.pipes.append(receiving)
+                self.error_files.append(place.error_file)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             gc.unfreeze()
@@ -156,8 +168,11 @@ class _Ranks:
         if self.stopped_by is not None:  # then these are ways to stop
             failures = {rank: r for rank, r in failures.items() if not (r.secondary or r.terminated)}
         if failures:
-            rank = min(failures, key=lambda r: (failures[r].secondary, failures[r].time))
-            raise RankFailure(rank, f"rank {rank} failed\n{failures[rank].error}")
+            first = failures[min(failures, key=lambda r: (failures[r].secondary, failures[r].time))]
+            rank = (
+                next(rank for rank in failures if failures[rank] is first) if first.culprit is None else first.culprit
+            )
+            raise RankFailure(rank, f"rank {rank} failed\n{first.error}")
         results = [self.reports.get(rank, _Report()).result for rank in range(len(self.processes))]
         if self.stopped_by is not None:
             raise Stopped(self.stopped_by, results, killed=self.killed)
@@ -186,7 +201,7 @@ class _Ranks:
                 self.reports[rank] = pickle.loads(pipe.recv_bytes())
             except (EOFError, OSError):  # it ended without a report, or within it
                 self.processes[rank].join()
-                self.reports[rank] = _death(self.processes[rank].exitcode)
+                self.reports[rank] = _left_behind(self.error_files[rank]) or _death(self.processes[rank].exitcode)
 
     def end(self) -> None:
         """Kills what still runs. Afterwards no process is left."""
@@ -199,6 +214,31 @@ class _Ranks:
 
         for end in self.lifeline:
             os.close(end)
+
+
+def end_rank(message: str, *, culprit: int) -> NoReturn:
+    """Ends this process with exit code 1, from any thread: the main one may be stuck for ever.
+
+    The launcher, ours or PyTorch's elastic one, reads why in the file that the environment names; without a launcher it
+    goes to stderr. ``culprit`` is the rank to blame.
+    """
+    # The form is that of torch.distributed.elastic.multiprocessing.errors.
+    details = {"py_callstack": message, "timestamp": str(int(time.time())), "rank": culprit}
+    file = os.environ.get(ERROR_FILE)
+    if file is None:
+        os.write(2, f"rank {culprit} failed\n{message}\n".encode())
+    else:
+        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8")
+    os._exit(1)
+
+
+def _left_behind(error_file: Path) -> _Report | None:
+    """The report of a rank that :func:`end_rank` has ended."""
+    try:
+        message = json.loads(error_file.read_text(encoding="utf-8"))["message"]
+        return _Report(error=message["message"], time=time.monotonic(), culprit=message["extraInfo"]["rank"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _death(exit_code: int | None) -> _Report:
@@ -237,9 +277,14 @@ class _Place:
 
     rank: int
     num_ranks: int
-    rendezvous: Path
+    folder: Path
     pipe: Connection
     lifeline: tuple[int, int]
+    collective_timeout: float
+
+    @property
+    def error_file(self) -> Path:
+        return self.folder / f"error-{self.rank}.json"
 
 
 def _child(place: _Place, work: Callable[[int], Any]) -> None:
@@ -252,13 +297,14 @@ def _child(place: _Place, work: Callable[[int], Any]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     os.close(place.lifeline[1])
     threading.Thread(target=_end_with_parent, args=(place.lifeline[0],), daemon=True).start()
+    os.environ[ERROR_FILE] = str(place.error_file)
     try:
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{place.rendezvous}",
+            init_method=f"file://{place.folder / 'rendezvous'}",
             rank=place.rank,
             world_size=place.num_ranks,
-            timeout=timedelta(minutes=30),
+            timeout=timedelta(seconds=place.collective_timeout),
         )
         report = _Report(result=work(place.rank))
         dist.barrier()

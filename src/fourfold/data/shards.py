@@ -1,0 +1,162 @@
+"""How inputs are dealt to token files, and the record that lets a later run go on where an earlier one stopped."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from fourfold.data.documents import InputError, Part
+from fourfold.data.indexed import TokenFile, TokenFileError
+from fourfold.data.sidecar import Sidecar, TokenizerId, read_sidecar
+from fourfold.data.writer import PARTIAL, write_atomically
+
+RECORD, LOCK, PREFIX = "tokenize.json", ".tokenize.lock", "tokens-"
+# Bytes of input per token file: enough files to keep the cores of one machine busy, and no more than that needs.
+SMALLEST, LARGEST, FILES = 8 * 2**20, 256 * 2**20, 64
+
+Shard = tuple[Part, ...]
+
+
+class InputFile(msgspec.Struct, frozen=True):
+    """An input as it was when the work began."""
+
+    path: str
+    size: int
+    modified: int  # nanoseconds since 1970
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """``DIR/tokenize.json``: what the token files of a folder are made of. A restart must find all of it unchanged."""
+
+    version: int = 1
+    tokenizer: TokenizerId
+    vocab_size: int
+    eos: int | None  # appended to each document; None: nothing is
+    field: str
+    skip_bad: bool
+    inputs: tuple[InputFile, ...]
+
+
+def input_files(files: Sequence[Part]) -> tuple[InputFile, ...]:
+    """The inputs as they are now."""
+    return tuple(InputFile(file.path, file.size, Path(file.path).stat().st_mtime_ns) for file in files)
+
+
+def plan_shards(files: Sequence[Part]) -> tuple[Shard, ...]:
+    """Deals whole files, and stretches of large ones that can be cut, to shards of about equal input, in order.
+
+    Nothing but the inputs enters, so that any number of workers makes the same token files.
+    """
+    size = min(max(sum(file.size for file in files) // FILES, SMALLEST), LARGEST)
+    shards: list[Shard] = []
+    current: list[Part] = []
+    filled = 0
+    for part in (part for file in files for part in _cut(file, size)):
+        current.append(part)
+        filled += part.size
+        if filled >= size:
+            shards.append(tuple(current))
+            current, filled = [], 0
+    return (*shards, tuple(current)) if current else tuple(shards)
+
+
+def shard_prefix(folder: Path, number: int) -> Path:
+    """Where the token file of a shard is. Names sort in the order of the documents."""
+    return folder / f"{PREFIX}{number:06d}"
+
+
+def finished(prefix: Path) -> Sidecar | None:
+    """The sidecar of a shard that is all there; None if the shard has to be made."""
+    try:
+        sidecar = read_sidecar(prefix)
+        if sidecar is None or sidecar.documents == 0:  # without documents, there is only the sidecar
+            return sidecar
+        return sidecar if TokenFile(prefix).num_tokens == sidecar.tokens else None
+    except TokenFileError:
+        return None
+
+
+def read_record(folder: Path) -> Record | None:
+    """The record of the run that made the token files in a folder; None if there are no token files.
+
+    Raises:
+        InputError: the folder holds token files without a record, or the record cannot be read.
+    """
+    path = folder / RECORD
+    if not any(folder.glob("*.idx")):
+        return None
+    if not path.exists():
+        raise InputError(str(folder), f"holds token files, but no {RECORD} that says what they are made of")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Record)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InputError(str(path), f"cannot be read: {error}") from None
+
+
+def clear(folder: Path) -> None:
+    """Removes what a run may have left that made no token file."""
+    for pattern in ("*.bin", "*.json"):
+        for path in folder.glob(f"{PREFIX}{pattern}"):
+            path.unlink()
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Writes it, whole or not at all."""
+    write_atomically(folder / RECORD, msgspec.json.format(msgspec.json.encode(record), indent=1))
+
+
+def check_same(folder: Path, then: Record, now: Record) -> None:
+    """Raises InputError, with the first difference, if token files of both would be mixed."""
+    before, after = ({file.path: file for file in record.inputs} for record in (then, now))
+    for path in before.keys() | after.keys():
+        if before.get(path) != after.get(path):
+            what = "is new" if path not in before else "is gone" if path not in after else "has changed"
+            raise InputError(path, f"{what} since {folder / RECORD} was written; choose another --out")
+    for name in msgspec.structs.fields(Record):
+        old, new = getattr(then, name.name), getattr(now, name.name)
+        if old != new:
+            was, is_now = (_show(value) for value in (old, new))
+            rule = f"{name.name} was {was} for the files that are there, and is {is_now} now"
+            raise InputError(str(folder), f"{rule}; choose another --out")
+
+
+@contextmanager
+def locked(folder: Path) -> Generator[None]:
+    """Holds the folder against a second run, and clears away what a killed one left. InputError if it is taken."""
+    with open(folder / LOCK, "wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(str(folder), "another run is writing there") from None
+        except OSError:
+            pass  # some cluster file systems have no locks: there, nothing but care keeps two runs apart
+        remove_partials(folder)
+        yield
+
+
+def remove_partials(folder: Path) -> None:
+    """Removes unfinished files."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        path.unlink(missing_ok=True)
+
+
+def _show(value: object) -> str:
+    if isinstance(value, TokenizerId):
+        return value.name + (f" (sha256 {value.sha256[:12]}...)" if value.sha256 else "")
+    return repr(value)
+
+
+def _cut(file: Part, size: int) -> list[Part]:
+    num = max(1, min(file.size // size, file.stop))  # no more than bytes or row groups
+    if not file.can_be_cut or num == 1:
+        return [file]
+    bounds = ([i * whole // num for i in range(num + 1)] for whole in (file.stop, file.size))
+    return [
+        msgspec.structs.replace(file, start=start, stop=stop, size=end - begin)
+        for (start, stop), (begin, end) in zip(*map(pairwise, bounds), strict=True)
+    ]

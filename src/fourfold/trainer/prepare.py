@@ -1,0 +1,189 @@
+"""Before ranks exist: the folder of a run, its data, and what the person who starts it should know."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from fourfold.data import sources
+from fourfold.data.fingerprint import compare
+from fourfold.planner import consequences
+from fourfold.recipe import Problem, RecipeError, RunPlan, load, to_table, to_toml
+from fourfold.recipe.errors import show
+from fourfold.report.text import print_consequences
+from fourfold.trainer import runs
+from fourfold.trainer.checkpoint import CheckpointError, CheckpointStore
+from fourfold.trainer.export import partial_folder
+from fourfold.trainer.sinks import check_sinks
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What all ranks share; it can be sent to them.
+
+    Attributes:
+        plan: of the run.
+        data: where the tokens are.
+        folder: of the run.
+        resumes: whether training goes on from a checkpoint.
+    """
+
+    plan: RunPlan
+    data: sources.Prepared
+    folder: Path
+    resumes: bool
+
+    @property
+    def store(self) -> CheckpointStore:
+        """Where the run's checkpoints are."""
+        return CheckpointStore(self.plan.recipe.checkpoint.dir or self.folder / "checkpoints")
+
+
+def prepare(plan: RunPlan, *, weights_from: str, resume: bool) -> Prepared:
+    """Makes the run's folder, or finds it, and its data; prints the consequences. What fails leaves nothing behind.
+
+    Args:
+        plan: of the run.
+        weights_from: where the initial weights come from, for the person who starts the run.
+        resume: go on with the run of this name, if there is one.
+
+    Raises:
+        RecipeError: what only this machine can say is wrong: data, folders, packages.
+    """
+    recipe = plan.recipe
+    check_sinks(recipe)
+    folder, new = _folder(Path(recipe.output.dir), recipe.output.name, resume=resume)
+    try:
+        resumes = _has_checkpoints(recipe.checkpoint.dir or str(folder / "checkpoints"), resume=resume)
+        changes = list(_changes(folder, plan)) if resumes else []
+        print_consequences(consequences(plan))
+        longest = max(phase.seq_len for phase in plan.phases)
+        data = sources.prepare_sources(recipe.data, folder, vocab_size=plan.config.vocab_size, seq_len=longest)
+        prepared = Prepared(plan, data, folder, resumes)
+        if resumes:
+            changes += _data_changes(prepared)
+        (folder / "recipe.toml").write_text(_recipe_of(folder, plan), encoding="utf-8")
+        runs.begin(folder, plan)
+    except BaseException as error:
+        if new:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        raise _cannot_write(recipe.output.dir, error) from None
+    _say(prepared, weights_from, changes)
+    return prepared
+
+
+def _folder(parent: Path, name: str, *, resume: bool) -> tuple[Path, bool]:
+    """The folder of the run, and whether it was made here."""
+    try:
+        if not resume:
+            return new_folder(parent, name), True
+        folder = parent / name
+        new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_write(str(parent), error) from None
+    if not new and (told := runs.summarize_run(folder)).state == "running":
+        rule = f"is running already, as process {told.pid} on {told.host}; two would overwrite each other's files"
+        raise RecipeError([Problem("output.name", name, rule)])
+    return folder, new
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """Makes ``parent/name``, or ``name-2``, ``name-3`` ... if that run exists already."""
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def _cannot_write(directory: str, error: OSError) -> RecipeError:
+    rule = f"cannot be written to: {error.filename}: {error.strerror}"
+    return RecipeError([Problem("output.dir", directory, rule)])
+
+
+def _has_checkpoints(place: str, *, resume: bool) -> bool:
+    """Whether there is something to go on from. A new run does not begin among another's checkpoints."""
+    try:
+        complete = CheckpointStore(place).complete()
+    except OSError as error:
+        rule = f"cannot be used: {error}"
+        raise RecipeError([Problem("checkpoint.dir", place, rule)]) from None
+    if complete and not resume:
+        rule = f"holds checkpoints of another run, up to step {complete[-1].step}; go on with it by --resume"
+        raise RecipeError([Problem("checkpoint.dir", place, rule)])
+    return bool(complete)
+
+
+def _recipe_of(folder: Path, plan: RunPlan) -> str:
+    """The recipe under the name that the run has got: training it again with --resume finds this folder."""
+    recipe = plan.recipe
+    return to_toml(msgspec.structs.replace(recipe, output=msgspec.structs.replace(recipe.output, name=folder.name)))
+
+
+def _changes(folder: Path, plan: RunPlan) -> Iterator[str]:
+    """What the recipe says otherwise than the one this run had before."""
+    try:
+        before, now = _flat(to_table(load(folder / "recipe.toml"))), _flat(to_table(plan.recipe))
+    except RecipeError:  # of another version: no reason not to go on
+        return
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            values = (show(v[key]) if key in v else "not set" for v in (before, now))
+            yield f"{key}: {' -> '.join(values)}"
+
+
+def _flat(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, keys in table.items() for key, value in keys.items()}
+
+
+def _data_changes(prepared: Prepared) -> list[str]:
+    """What has changed in the data since the newest checkpoint."""
+    try:
+        saved = prepared.store.complete()[-1].state().data
+    except (CheckpointError, OSError):  # it is damaged: what is loaded will be another
+        return []
+    return compare(saved, prepared.data.fingerprint)
+
+
+def _say(prepared: Prepared, weights_from: str, changes: list[str]) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    data = prepared.data
+    documents, tokens = (sum(getattr(s, key) for s in data.sources) for key in ("num_documents", "num_tokens"))
+    entries = f", {data.vocab_size:,} entries" if data.vocab_size is not None else ""
+    entropy = data.unigram_entropy
+    known = f"; unigram entropy {entropy:.3f} nats per token" if entropy is not None else ""
+    lines = chain(
+        [f"\nData: {documents:,} documents, {tokens:,} tokens{entries}{known}"],
+        data.notes,
+        [f"Changed since it last ran: {change}" for change in changes],
+        [f"Weights: {'of the checkpoint' if prepared.resumes else weights_from}", f"Run folder: {prepared.folder}\n"],
+    )
+    console.print("\n".join(lines))
+
+
+def clear(folder: Path) -> None:
+    """What a run that did not end well leaves is no half model, and no folder if it made no step."""
+    shutil.rmtree(partial_folder(folder / "model"), ignore_errors=True)
+    if not made_a_step(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def made_a_step(folder: Path) -> bool:
+    """Whether there are metrics of this run."""
+    metrics = folder / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_size > 0
