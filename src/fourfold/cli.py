@@ -55,9 +55,8 @@ def train(
     except RecipeError as error:
         return _fail(error, USER_ERROR)
 
-    from fourfold.trainer.checkpoint import CheckpointError
     from fourfold.trainer.launch import run  # imports torch, which takes seconds: a refusal need not wait for it
-    from fourfold.trainer.ranks import RankFailure
+    from fourfold.trainer.ranks import EXPLAIN_THEMSELVES, RankFailure
 
     try:
         return run(plan, recipe, overrides, resume=resume)
@@ -65,8 +64,8 @@ def train(
         return _fail(error, USER_ERROR)
     except BrokenPipeError:
         raise
-    except (RankFailure, CheckpointError, TimeoutError, OSError) as error:
-        return _fail(error, RUN_FAILED)
+    except (RankFailure, TimeoutError, OSError, *EXPLAIN_THEMSELVES) as error:
+        return _fail(error, RUN_FAILED, rank=os.environ.get("RANK"))
 
 
 @app.command
@@ -290,8 +289,11 @@ def import_(directory: Path, checkpoint: str, /) -> int:
     return 0
 
 
-def _fail(error: object, code: int) -> int:
-    if os.environ.get("RANK", "0") == "0":  # under torchrun all ranks find the same, and one says it
+def _fail(error: object, code: int, *, rank: str | None = None) -> int:
+    """Prints an error. ``rank``: the one of torchrun's whose own it is; else all ranks find the same, and one says it."""
+    if rank is not None:
+        print(f"error: rank {rank}: {error}", file=sys.stderr)
+    elif os.environ.get("RANK", "0") == "0":
         print(f"error: {error}", file=sys.stderr)
     return code
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from fourfold.data.shards import plan_shards
 from fourfold.data.sidecar import read_sidecar
 from fourfold.data.tokenize import Job, tokenize
 from fourfold.data.tokenizers import TokenizerError, open_tokenizer
+from fourfold.data.workers import WorkerError
 
 
 @pytest.fixture(autouse=True)
@@ -209,6 +211,17 @@ def test_a_file_that_changes_meanwhile(corpus: Path, tmp_path: Path) -> None:
 
     with pytest.raises(InputError, match="has changed since"):
         tokenize(Job((str(corpus),), "bytes", tmp_path / "out"), meddle)
+
+
+def test_a_worker_that_is_killed(corpus: Path, tmp_path: Path) -> None:
+    def kill(now: object) -> None:
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    with pytest.raises(WorkerError, match=r"ended from outside \(exit code -9\)"):
+        tokenize(Job((str(corpus),), "bytes", tmp_path / "out", workers=2), kill)
+    assert not list((tmp_path / "out").glob("*.partial"))
+    assert tokenize(Job((str(corpus),), "bytes", tmp_path / "out")).documents == 30
 
 
 def test_bad_lines(corpus: Path, tmp_path: Path) -> None:

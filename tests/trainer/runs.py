@@ -130,9 +130,10 @@ def fourfold(folder: Path, *args: str, **options: Any) -> Ended:
     return Command(folder, *args, **options).end()
 
 
-def train(folder: Path, *overrides: str, **options: Any) -> Ended:
+def train(folder: Path, *overrides: str, resume: bool = False, **options: Any) -> Ended:
     """Trains the tiny recipe."""
-    return fourfold(folder, "train", "tiny.toml", *(arg for o in overrides for arg in ("--set", o)), **options)
+    args = [*(["--resume"] if resume else []), *(arg for o in overrides for arg in ("--set", o))]
+    return fourfold(folder, "train", "tiny.toml", *args, **options)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

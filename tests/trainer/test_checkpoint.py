@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import threading
 import time
 from pathlib import Path
@@ -124,48 +123,6 @@ def test_what_is_saved_is_the_state_at_the_call_however_slow_the_disk(
     fork_ranks(1, work, timeout=60)
 
 
-def test_a_full_disk_on_one_rank_does_not_end_the_run(tmp_path: Path) -> None:
-    def work(rank: int) -> tuple[list[str | None], list[int]]:
-        own = build(PAIR)
-        own.train(0, 1)
-        saver = own.saver(CheckpointStore(tmp_path), keep=1)
-        failures = []
-        for step in range(1, 4):
-            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-            if rank == 1 and step == 2:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
-            saver.save(at(step))
-            saver.wait()
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            failures += [saver.failure(), saver.failure()]
-            own.groups.barrier()
-        return failures, [c.step for c in CheckpointStore(tmp_path).complete()]
-
-    (first, steps), (second, _) = fork_ranks(2, work, timeout=60)
-    assert steps == [3]
-    assert second[2] is not None
-    assert "the checkpoint of step 2 was not saved: [Errno 27] File too large" in second[2]
-    assert first[2] is not None
-    assert "the checkpoint of step 2 was not saved: rank 1: [Errno 27] File too large" in first[2]
-    assert [failures[i] for failures in (first, second) for i in (0, 1, 3, 4, 5)] == [None] * 10
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000003"]
-
-
-def test_a_rank_that_never_writes_is_waited_for_only_so_long(tmp_path: Path) -> None:
-    def work(rank: int) -> str | None:
-        own = build(PAIR)
-        saver = own.saver(CheckpointStore(tmp_path), patience=0.2)
-        if rank == 0:
-            saver.save(at(1))
-            saver.wait()
-        return saver.failure()
-
-    failure = fork_ranks(2, work, timeout=60)[0]
-    assert failure is not None
-    assert "after 0 s there is nothing of 1 ranks, rank 1 first" in failure
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_saving_and_loading_need_no_other_rank_and_no_rank_holds_more_than_its_part(tmp_path: Path) -> None:
     """Ranks save one after the other, the next when the one before has written: a collective would never end."""
     case = Case(tp=2, pp=2, nmb=2, layers=2)
@@ -266,9 +223,7 @@ def test_damaged_checkpoints_are_named_and_the_newest_good_one_is_used(tmp_path:
     assert len(said) == len(expected)
     assert all(part in line for part, line in zip(expected, said, strict=True)), said
     (tmp_path / "step-00000001" / "rank-00000.json").unlink()
-    with pytest.raises(
-        RankFailure, match=r"CheckpointError: no checkpoint in .* is whole; the newest: .*step-00000004"
-    ):
+    with pytest.raises(RankFailure, match=r"no checkpoint in .* is whole; the newest: .*step-00000004"):
         fork_ranks(2, resume, timeout=60)
 
 

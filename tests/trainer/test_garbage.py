@@ -38,10 +38,8 @@ def test_garbage_is_collected_in_the_steps_that_it_should() -> None:
         alive = []
         for step in range(1, 7):
             node = cycle()
-            seconds = garbage.step_ended(step)
+            garbage.step_ended(step)
             alive.append(node() is not None)
-            assert (seconds > 0) == (step % 3 == 0)
-            assert seconds < 5
         assert alive == [True, True, False, True, True, False]
     assert gc.isenabled()
 

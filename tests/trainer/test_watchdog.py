@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -21,9 +22,12 @@ from fourfold.trainer import watchdog
 from fourfold.trainer.ranks import RankFailure, fork_ranks
 from fourfold.trainer.watchdog import Watchdog
 from tests.parallel import harness
+from tests.trainer import runs
+from tests.trainer.runs import wait_until
 
 NEVER = 1000.0
 QUICK = Timeouts(step_factor=2.0, step_minimum=0.4, startup=NEVER, abort=NEVER)
+ENDING = Timeouts(step_factor=2.0, step_minimum=0.4, startup=NEVER, abort=1.5)
 SETTLE = 1.0
 
 Step = Callable[[Groups, int], None]
@@ -51,14 +55,13 @@ def reports(folder: Path) -> dict[int, dict[str, Any]]:
     return {int(file.stem[5:]): json.loads(file.read_text()) for file in hang.glob("rank-*.json")}
 
 
-def nap() -> None:
-    time.sleep(1.5)
+def nap(folder: Path) -> None:
+    """Sleeps until the hang that it makes has been explained."""
+    wait_until(lambda: any(folder.glob("hangs/*/hang.json")))
 
 
-def line_of(function: Callable[..., Any], *, offset: int = 1) -> str:
-    """Where a function stands when it is in its first statement."""
-    code = function.__code__
-    return f"{code.co_filename}:{code.co_firstlineno + offset} {code.co_qualname}"
+# The innermost frame that is not Python's own.
+NAP = rf"{re.escape(runs.__file__)}:\d+ wait_until"
 
 
 def test_a_rank_that_sleeps_before_a_collective_is_named_with_its_place(
@@ -68,29 +71,30 @@ def test_a_rank_that_sleeps_before_a_collective_is_named_with_its_place(
 
     def step(groups: Groups, rank: int) -> None:
         if rank == 2:
-            nap()
+            nap(tmp_path)
         groups.dp.all_reduce(torch.ones(3))
 
     watched(tmp_path, Grid(dp=4), step)
     err = capfd.readouterr().err
     lines = [line for line in err.splitlines() if line]
-    assert lines[0].startswith("HANG: step 2 has taken 0.")
+    assert lines[0].startswith("HANG: step 2 has taken ")
     assert lines[0].endswith(f"Reports: {tmp_path / 'hangs' / 'step-00000002'}")
-    assert lines[1] == f"cause: rank 2 (tp0 cp0 pp0 dp2): {line_of(nap)}; 3 wait for it"
+    assert re.fullmatch(rf"cause: rank 2 \(tp0 cp0 pp0 dp2\): {NAP}; 3 wait for it", lines[1])
     (row,) = [line for line in lines if line.startswith("dp 0-3")]
     assert "all_gather [1, 3] float32" in row
-    assert "0-1, 3 (0." in row
-    assert row.endswith(f"2: {line_of(nap)}")
-    assert lines[-1] == f"step 2 went on; it had waited for rank 2: {line_of(nap)}"
+    assert "  0-1, 3 (" in row
+    assert re.search(rf"  2: {NAP}$", row)
+    assert re.fullmatch(rf"step 2 went on; it had waited for rank 2: {NAP}", lines[-1])
     assert err.count("HANG") == 1
     found = reports(tmp_path)
     assert set(found) == {0, 1, 2, 3}
     assert next(iter(found[2]["stacks"])) == "MainThread"
-    assert found[2]["stacks"]["MainThread"][-1] == found[2]["where"] == line_of(nap)
+    assert found[2]["where"] in found[2]["stacks"]["MainThread"]
+    assert re.fullmatch(NAP, found[2]["where"])
     assert found[2]["waits"] == []
     (wait,) = found[0]["waits"]
     assert (wait["dimension"], wait["ranks"], wait["kind"], wait["number"]) == ("dp", [0, 3], "all_gather", 0)
-    assert 0.3 < wait["seconds"] < 1.5
+    assert 0.3 < wait["seconds"] <= found[0]["seconds"]
     assert found[0]["flight_recorder"][-1]["profiling_name"].startswith("gloo:")
     assert len(found[0]["flight_recorder"]) == len(found[2]["flight_recorder"]) + 1
 
@@ -106,7 +110,7 @@ def test_the_waits_are_followed_through_the_pipeline_to_their_end(
 
         def hook(*_: object) -> None:
             handle.remove()
-            nap()
+            nap(tmp_path)
 
         handle = stage.module.layers["3"].register_forward_hook(hook)
 
@@ -122,9 +126,9 @@ def test_the_waits_are_followed_through_the_pipeline_to_their_end(
 
     fork_ranks(4, work, timeout=60)
     lines = [line for line in capfd.readouterr().err.splitlines() if line]
-    assert lines[1] == f"cause: rank 2 (tp0 cp0 pp1 dp0): {line_of(nap)}; 3 wait for it"
+    assert re.fullmatch(rf"cause: rank 2 \(tp0 cp0 pp1 dp0\): {NAP}; 3 wait for it", lines[1])
     rows = [line for line in lines if line.startswith(("tp", "pp"))]
-    assert any(row.startswith("tp 2-3") and row.endswith(f"2: {line_of(nap)}") for row in rows)
+    assert any(row.startswith("tp 2-3") and re.search(f"  2: {NAP}$", row) for row in rows)
     assert any(row.startswith("pp 3 > 1") and "3: waits in " in row for row in rows)
     found = reports(tmp_path)
     assert found[2]["actions"][-1]["action"] == "1F0"
@@ -151,11 +155,11 @@ def test_a_step_that_takes_for_ever_ends_the_run_by_the_rank_to_blame(
 
     started = time.monotonic()
     with pytest.raises(RankFailure) as caught:
-        watched(tmp_path, Grid(dp=3), step, settings=Timeouts(step_factor=2, step_minimum=0.3, startup=0.5, abort=1.0))
+        watched(tmp_path, Grid(dp=3), step, settings=ENDING)
     assert time.monotonic() - started < 8
     assert caught.value.rank == 1
     lines = str(caught.value).splitlines()
-    assert lines[:2] == ["rank 1 failed", "RuntimeError: step 2 took longer than timeouts.abort = 1 s"]
+    assert lines[:2] == ["rank 1 failed", "RuntimeError: step 2 took longer than timeouts.abort = 1.5 s"]
     assert lines[4].startswith(f"cause: rank 1 (tp0 cp0 pp0 dp1): {what}")
     assert capfd.readouterr().err.count("HANG") == 2  # when it is late, and when it ends
 
@@ -170,7 +174,7 @@ def test_ranks_that_call_different_collectives_are_both_shown(
             groups.world.all_gather(torch.ones(3))
 
     with pytest.raises(RankFailure):
-        watched(tmp_path, Grid(dp=3), step, settings=Timeouts(step_factor=2, step_minimum=0.3, startup=0.5, abort=0.9))
+        watched(tmp_path, Grid(dp=3), step, settings=ENDING)
     lines = [line for line in capfd.readouterr().err.splitlines() if line]
     assert lines[1].startswith("cause: rank 1 (tp0 cp0 pp0 dp1): calls all_reduce [2] float64 at ")
     assert [line[: len("cause: rank 0")] for line in lines[2:4]] == ["cause: rank 0", "cause: rank 2"]
@@ -185,13 +189,13 @@ def test_a_rank_that_stands_between_two_steps_reports_when_others_wait(
         with Watchdog(tmp_path, groups, QUICK, settle=SETTLE) as dog:
             for number in (1, 2):
                 if (rank, number) == (1, 2):
-                    nap()
+                    nap(tmp_path)
                 dog.step_begins(number)
                 groups.world.total([1.0])
                 dog.step_ended()
 
     fork_ranks(2, work, timeout=60)
-    assert f"rank 1 (tp0 cp0 pp0 dp1): {line_of(nap)} (what follows step 1); 1 wait" in capfd.readouterr().err
+    assert re.search(rf"rank 1 \(tp0 cp0 pp0 dp1\): {NAP} \(what follows step 1\); 1 wait", capfd.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +219,7 @@ def test_a_step_is_late_by_the_median_of_the_last_ones(
     fork_ranks(1, work, timeout=60)
     (report,) = reports(tmp_path).values()
     assert report["doing"] == f"step {len(lengths)}"
-    assert 0.8 < report["seconds"] < 1.15
+    assert 0.8 < report["seconds"] < 1.3
     lines = [line for line in capfd.readouterr().err.splitlines() if line]
     assert len(lines) == 3
     assert lines[1].startswith("cause: rank 0 (tp0 cp0 pp0 dp0): ")

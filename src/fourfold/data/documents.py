@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import msgspec
 
@@ -150,7 +150,7 @@ class DocumentReader:
 
     def __init__(self, part: Part, *, skips: Skips, field: str = "text", skip_bad: bool = False) -> None:
         self._part, self._skips, self._field, self._skip_bad = part, skips, field, skip_bad
-        self._raw: io.BufferedReader | None = None
+        self._raw: BinaryIO | None = None
         self._share = 0.0  # of a Parquet part, read so far
         self.input_bytes = 0  # UTF-8 bytes of the documents so far
 
@@ -256,9 +256,9 @@ class DocumentReader:
         return newlines + 1
 
     @contextmanager
-    def _open(self) -> Generator[io.BufferedReader]:
+    def _open(self) -> Generator[BinaryIO]:
         path = self._part.path
-        with open(path, "rb") as raw:
+        with open(path, "rb", buffering=2**20) as raw:
             self._raw = raw
             if path.endswith(".gz"):
                 yield io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=raw)))

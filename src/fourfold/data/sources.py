@@ -123,7 +123,7 @@ def prepare_sources(
         weights=weights,
         validation=tuple(_token_set(entry, files[entry]) for entry in validation),
         vocab_size=tokenizer.vocab_size if tokenizer else None,
-        tokenizer_files=tuple(folder / "tokens" / name for name in tokenizer.files) if tokenizer else (),
+        tokenizer_files=tuple((folder / "tokens" / name).absolute() for name in tokenizer.files) if tokenizer else (),
         unigram_entropy=_entropy([reports.get(entry) for entry in training], weights),
         notes=(*_skipped(files), *_long(reports, seq_len)),
         fingerprint=fingerprint(
@@ -211,9 +211,13 @@ def _inputs(skipped: Skipped) -> str:
 
 
 def _long(reports: Mapping[Entry, CheckReport], seq_len: int) -> list[str]:
-    return [
-        f"{entry.name}: {report.num_long:,} of {report.num_documents:,} documents are longer than a row of {seq_len:,} "
-        f"tokens and are cut; the first is {report.first_long}, the longest {report.longest}"
-        for entry, report in reports.items()
-        if report.num_long
-    ]
+    notes = []
+    for entry, report in reports.items():
+        first, longest = report.first_long, report.longest
+        if first is not None and longest is not None:
+            notes.append(
+                f"{entry.name}: {report.num_long:,} of {report.num_documents:,} documents are longer than a row of "
+                f"{seq_len:,} tokens and go on in the next: the first at {first.path}, byte {first.offset:,}, "
+                f"the longest of {longest.length:,} tokens"
+            )
+    return notes

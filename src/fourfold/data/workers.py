@@ -34,6 +34,14 @@ class WorkerError(RuntimeError):
     """A worker died, or found a mistake of ours, whose traceback is the message."""
 
 
+class _Did(NamedTuple):
+    """A worker's word on a batch: bytes of input since its last word, and what they gave."""
+
+    input: int
+    documents: int
+    tokens: int
+
+
 class Progress(NamedTuple):
     """How far this run is: bytes of input, done and in all, and what they gave."""
 
@@ -42,13 +50,9 @@ class Progress(NamedTuple):
     documents: int
     tokens: int
 
-
-class _Did(NamedTuple):
-    """A worker's word on a batch: bytes of input since its last word, and what they gave."""
-
-    input: int
-    documents: int
-    tokens: int
+    def after(self, did: _Did) -> Progress:
+        """When one more batch is done."""
+        return Progress(self.done + did.input, self.total, self.documents + did.documents, self.tokens + did.tokens)
 
 
 class _Failed(NamedTuple):
@@ -86,9 +90,7 @@ def make_shards(
                     else:
                         del busy[worker.pipe]
                 else:
-                    now = Progress(
-                        now.done + word.input, total, now.documents + word.documents, now.tokens + word.tokens
-                    )
+                    now = now.after(word)
                     progress(now)
     finally:
         for worker in pool:
@@ -113,7 +115,8 @@ class _Worker:
     def begin(self, number: int, shard: Shard) -> None:
         """Hands it its next shard."""
         self.shard = number
-        self.pipe.send((number, shard))
+        with suppress(ConnectionError):  # it is gone, and its last word says why
+            self.pipe.send((number, shard))
 
     def hear(self) -> _Did | Sidecar:
         """Its next word. Raises what `make_shards` raises."""
@@ -121,8 +124,8 @@ class _Worker:
             word = self.pipe.recv()
         except (EOFError, ConnectionError):
             self.process.join()
-            rule = "was killed for want of memory, perhaps: fewer --workers need less"
-            raise WorkerError(f"a worker ended with code {self.process.exitcode}; it {rule}") from None
+            rule = "for want of memory, perhaps: fewer --workers need less"
+            raise WorkerError(f"a worker was ended from outside (exit code {self.process.exitcode}), {rule}") from None
         if isinstance(word, _Failed):
             raise word.error if word.error is not None else WorkerError(word.trace)
         return word

@@ -51,18 +51,19 @@ class TokenFileWriter:
         if not documents:
             return
         tokens = np.concatenate(documents)
-        if len(tokens):
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < 0 or high >= self._vocab_size:
-                raise ValueError(f"id {low if low < 0 else high} is not in a vocabulary of {self._vocab_size}")
-            self._max_id = max(self._max_id, high)
         lengths = np.fromiter(map(len, documents), dtype=np.int64, count=len(documents))
         if lengths.max() > LONGEST:
             raise ValueError(f"a document of {lengths.max():,} tokens is longer than the format holds: {LONGEST:,}")
-        data = memoryview(tokens.astype(self.dtype, copy=False).tobytes())
+        self._lengths.append(lengths.astype("<i4"))
+        if not len(tokens):
+            return
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self._vocab_size:
+            raise ValueError(f"id {low if low < 0 else high} is not in a vocabulary of {self._vocab_size}")
+        data = tokens.astype(self.dtype, copy=False).data.cast("B")
         self._bin.write(data)
         self._checksums.update(data)
-        self._lengths.append(lengths.astype("<i4"))
+        self._max_id = max(self._max_id, high)
         self.num_tokens += len(tokens)
 
     def finish(self, *, input_bytes: int = 0, skipped: Sequence[Skipped] = ()) -> Sidecar:

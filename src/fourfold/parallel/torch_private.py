@@ -12,7 +12,7 @@ import torch
 import torch._dynamo  # the first DTensor imports it, which takes 0.8 s: once here, not in every forked rank
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _dump_fr_trace_json
+from torch._C._distributed_c10d import _dump_fr_trace_json  # pyrefly: ignore[missing-module-attribute]
 from torch.autograd import Function
 from torch.autograd import profiler as autograd_profiler
 from torch.distributed.device_mesh import DeviceMesh

@@ -98,7 +98,7 @@ def export_checkpoint(
         partial.mkdir(parents=True)
         _export_weights(checkpoint, partial, files, shapes, dtype)
         _export_description(checkpoint, partial, files, config, dtype)
-        partial.rename(directory)
+        LocalFiles(directory.parent).rename(partial.name, directory.name)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

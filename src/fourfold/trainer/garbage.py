@@ -7,7 +7,6 @@ every one of those pauses holds up all ranks. Together they cost one.
 from __future__ import annotations
 
 import gc
-import time
 from types import TracebackType
 
 from torch.profiler import record_function
@@ -37,11 +36,8 @@ class Garbage:
         gc.unfreeze()
         gc.enable()
 
-    def step_ended(self, step: int) -> float:
-        """Collects if it is time to, after ``step``, counted from 1. Returns the seconds that it took."""
-        if step % self._every:
-            return 0.0
-        started = time.monotonic()
-        with record_function(RANGE):
-            gc.collect()
-        return time.monotonic() - started
+    def step_ended(self, step: int) -> None:
+        """Collects if it is time to, after ``step``, counted from 1."""
+        if step % self._every == 0:
+            with record_function(RANGE):
+                gc.collect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -97,15 +97,16 @@ def launch_elastic(
         rank, failure = error.get_first_failure()
         # A dictionary if the rank wrote its traceback, a sentence if it died by a signal.
         message = failure.message
-        text = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message
-        raise RankFailure(rank, f"rank {rank} failed\n{text}") from None
+        if isinstance(message, dict):
+            rank, message = message["extraInfo"].get("rank", rank), message["extraInfo"]["py_callstack"]
+        raise RankFailure(rank, f"rank {rank} failed\n{message}") from None
     except SignalException as stop:
         return 128 + stop.sigval
     return max(codes.values())
 
 
 @contextmanager
-def _answering_for(prepared: Prepared) -> Iterator[Callable[..., int]]:
+def _answering_for(prepared: Prepared) -> Generator[Callable[..., int]]:
     """The process that prepared a run keeps its run.json true, exports its model, and leaves nothing half-written.
 
     Yields a function to be called with how the ranks ended, which returns the exit code.
@@ -123,8 +124,11 @@ def _answering_for(prepared: Prepared) -> Iterator[Callable[..., int]]:
 
     try:
         yield ending
+    except KeyboardInterrupt:  # while the model was written: that is made up for when the run is resumed
+        runs.end(prepared.folder, "stopped", "by SIGINT")
+        raise
     except BaseException as error:
-        runs.end(prepared.folder, "failed", str(error).partition("\n")[0])
+        runs.end(prepared.folder, "failed", str(error))
         raise
     finally:
         clear(prepared.folder)
@@ -246,6 +250,7 @@ def _join(plan: RunPlan, device_type: str, *, resume: bool) -> int:
         "nccl" if device_type == "cuda" else "gloo",
         device_id=device if device_type == "cuda" else None,
         timeout=timedelta(seconds=plan.recipe.timeouts.collective),
+        **_elastic_store(),
     )
     if dist.get_rank() != 0:
         prepared = _receive()
@@ -260,8 +265,24 @@ def _join(plan: RunPlan, device_type: str, *, resume: bool) -> int:
     return code
 
 
+def _elastic_store() -> dict[str, Any]:
+    """A fresh corner of the elastic launcher's store, as arguments of ``init_process_group``.
+
+    The launcher shares one store between all its restarts, in which the ranks would find the addresses of dead ones
+    (pytorch issue 135712). On several machines their restarts are counted apart: there the environment must have
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead.
+    """
+    environ = os.environ
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environ.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+    rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    shared = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), world, is_master=False)
+    corner = dist.PrefixStore(f"fourfold/{environ['TORCHELASTIC_RESTART_COUNT']}", shared)
+    return {"store": corner, "rank": rank, "world_size": world}
+
+
 def _prepare_for_all(plan: RunPlan, *, resume: bool) -> Prepared:
-    """What rank 0 does before all ranks train: prepares, and tells the others, also what is wrong: or they would wait."""
+    """Rank 0 prepares the run, and tells the others, also what is wrong: or they would wait for ever."""
     shared: list[Any] = [None, None]
     try:
         shared[0] = prepare(_named(plan), weights_from=describe_weights(plan), resume=resume or _restarted())
@@ -288,7 +309,7 @@ def _leave() -> None:
 
 
 def _named(plan: RunPlan) -> RunPlan:
-    """After an elastic restart, under the name of the folder that this job has made: its recipe's may be another run's."""
+    """After an elastic restart the run has the name that this job has given it: that in the recipe may be another's."""
     output = plan.recipe.output
     name = runs.name_of_job(Path(output.dir), os.environ.get("TORCHELASTIC_RUN_ID")) if _restarted() else None
     if name is None:

@@ -66,14 +66,15 @@ def train(run: Prepared, *, groups: Groups, weights: WeightSource, device: torch
             every = recipe.output.action_log_every
             if every and number % every == 0:
                 write_action_log(run.folder, groups.rank, number, totals.log)
+            watchdog.step_ended()
             for result in trainer.validate():
                 reporter.report_validation(result)
             if recipe.checkpoint.every and number % recipe.checkpoint.every == 0:
                 trainer.save()
-            garbage.step_ended(number)
+            with trainer.meter.part("garbage"):
+                garbage.step_ended(number)
             # All ranks stop after the same step, or none: whoever stopped alone would leave the others waiting.
             stopped_by = int(trainer.model.world_max([float(stop_request.signal)])[0])
-            watchdog.step_ended()
         seconds = time.monotonic() - started
         trainer.save_last()
     tokens = trainer.state.tokens - began_at.tokens

@@ -23,8 +23,8 @@ from fourfold.planner import Gpu, causal_pairs, find_gpu, model_flops
 from fourfold.recipe import RunPlan
 from fourfold.trainer.metrics import StepMetrics
 
-Part = Literal["data", "forward_backward", "optimizer", "checkpoint"]
-PARTS: tuple[Part, ...] = ("data", "forward_backward", "optimizer", "checkpoint")
+Part = Literal["data", "forward_backward", "optimizer", "checkpoint", "garbage"]
+PARTS: tuple[Part, ...] = ("data", "forward_backward", "optimizer", "checkpoint", "garbage")
 
 
 class Meter:
@@ -37,7 +37,6 @@ class Meter:
     """
 
     def __init__(self, plan: RunPlan, groups: Groups, device: torch.device) -> None:
-        self._plan = plan
         self._groups = groups
         self._device = device
         self._flops = model_flops(plan.config, plan.recipe.train.freeze)
@@ -99,6 +98,7 @@ class Meter:
             forward_backward_seconds=job.parts["forward_backward"],
             optimizer_seconds=job.parts["optimizer"],
             checkpoint_seconds=job.parts["checkpoint"],
+            garbage_seconds=job.parts["garbage"],
             other_seconds=job.seconds - sum(job.parts.values()),
             idle_share=job.idle_share,
             idle_share_max=job.idle_share_max,
@@ -112,22 +112,23 @@ class Meter:
     def _share(self, log: Sequence[LoggedAction], micro_batches: Sequence[MicroBatch]) -> _Job:
         """What all ranks together know of a step that ends now."""
         seconds = (time.monotonic_ns() - self._began) / 1e9
-        groups, size, place = self._groups, self._groups.grid.size, self._groups.coordinates
+        world, size, place = self._groups.world, self._groups.grid.size, self._groups.coordinates
         waited, finished = pipeline_times(log, self._began)
         pairs = 0
         if place.tp == place.cp == place.pp == 0:  # a data-parallel group counts its tokens once
             pairs = causal_pairs(chain.from_iterable(chain.from_iterable(rows for _, rows in micro_batches)))
-        longest, latest, most_idle, memory = groups.world.total(
+        # Two collectives of a few numbers: on gloo they take less time than one that gathers what every rank saw.
+        longest, latest, most_idle, memory = world.total(
             [seconds, finished, waited - finished, float(peak_memory(self._device))], dist.ReduceOp.MAX
         )
-        *parts, idle, pairs = groups.world.total([*self._seconds.values(), waited - finished, float(pairs)])
+        *parts, idle, all_pairs = world.total([*self._seconds.values(), waited - finished, float(pairs)])
         on_host = self._device.type == "cpu"  # on a GPU the host only launches, and does not wait for messages itself
         return _Job(
             seconds=longest,
             parts={part: total / size for part, total in zip(self._seconds, parts, strict=True)},
             idle_share=(idle / size + latest) / longest if on_host else None,
             idle_share_max=(most_idle + latest) / longest if on_host else None,
-            pairs=int(pairs),
+            pairs=int(all_pairs),
             peak_memory=int(memory),
         )
 

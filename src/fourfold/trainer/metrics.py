@@ -37,6 +37,7 @@ class StepMetrics:
     forward_backward_seconds: float
     optimizer_seconds: float
     checkpoint_seconds: float
+    garbage_seconds: float
     other_seconds: float
     idle_share: float | None
     idle_share_max: float | None

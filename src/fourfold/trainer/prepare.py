@@ -59,7 +59,9 @@ def prepare(plan: RunPlan, *, weights_from: str, resume: bool) -> Prepared:
     """
     recipe = plan.recipe
     check_sinks(recipe)
-    folder, new = _folder(Path(recipe.output.dir), recipe.output.name, resume=resume)
+    parent = Path(recipe.output.dir)
+    first = not parent.exists()
+    folder, new = _folder(parent, recipe.output.name, resume=resume)
     try:
         resumes = _has_checkpoints(recipe.checkpoint.dir or str(folder / "checkpoints"), resume=resume)
         changes = list(_changes(folder, plan)) if resumes else []
@@ -71,13 +73,15 @@ def prepare(plan: RunPlan, *, weights_from: str, resume: bool) -> Prepared:
             changes += _data_changes(prepared)
         (folder / "recipe.toml").write_text(_recipe_of(folder, plan), encoding="utf-8")
         runs.begin(folder, plan)
+        _say(prepared, weights_from, changes)
     except BaseException as error:
         if new:
             shutil.rmtree(folder, ignore_errors=True)
-        if not isinstance(error, OSError):
+        if first:
+            parent.rmdir()
+        if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
             raise
         raise _cannot_write(recipe.output.dir, error) from None
-    _say(prepared, weights_from, changes)
     return prepared
 
 

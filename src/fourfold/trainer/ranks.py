@@ -28,6 +28,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from fourfold.data.indexed import TokenFileError
+from fourfold.recipe import RecipeError
+from fourfold.trainer.checkpoint import CheckpointError
+from fourfold.trainer.nonfinite import NonFiniteError
+
 # A rank that dies takes its neighbours with it: their messages break. So after the first failure others are awaited
 # this long, in seconds, and then the cause is picked from all of them.
 SETTLE = 1.0
@@ -38,6 +43,9 @@ ONE_REQUEST = 0.5
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Names the file in which a process says why it ends; PyTorch's elastic launcher sets it and reads the file, as we do.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+EXPLAIN_THEMSELVES = (CheckpointError, NonFiniteError, RecipeError, TokenFileError)
 
 
 class RankFailure(RuntimeError):  # noqa: N818 - it reports an error of another process
@@ -248,6 +256,7 @@ def _death(exit_code: int | None) -> _Report:
     name = {number.value: number.name for number in signal.Signals}.get(-exit_code, str(-exit_code))
     hints = {
         "SIGABRT": ", as gloo does when two ranks disagree on the size of a message; what it said is above",
+        "SIGBUS": ", as when a token file is cut short while it is read, or its disk fails",
         "SIGKILL": ", as the system does when memory runs out",
     }
     # Its time is before any traceback's: those are its echo.
@@ -312,14 +321,21 @@ def _child(place: _Place, work: Callable[[int], Any]) -> None:
         # Plain pickling: multiprocessing's own would hand over tensors through file descriptors that die with us.
         message = pickle.dumps(report)
     except BaseException as error:
-        text = traceback.format_exc().rstrip()
-        report = _Report(error=text, time=time.monotonic(), secondary=_is_echo(error))
+        report = _Report(error=describe(error), time=time.monotonic(), secondary=_is_echo(error))
         message = pickle.dumps(report)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     place.pipe.send_bytes(message)
     # Not through the interpreter's exit, where a process group that is still referenced can abort the process.
     os._exit(0 if report.error is None else 1)
+
+
+def describe(error: BaseException) -> str:
+    """An error for the user: one that explains itself by its message, any other, which is a fault of ours, with its
+    traceback."""
+    if isinstance(error, EXPLAIN_THEMSELVES):
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _end_with_parent(lifeline: int) -> None:

@@ -118,7 +118,7 @@ class JsonLines:
         self._path = path
         self._complained = False
         cut_after(path, resume_step)
-        self._file: IO[bytes] = path.open("ab", buffering=0)
+        self._file: IO[bytes] | None = None  # made by the first line
 
     def write(self, values: Values) -> None:
         """Appends one line. A number that is not finite becomes null, as JSON has none."""
@@ -131,6 +131,8 @@ class JsonLines:
             self._complained = True
 
     def _append(self, line: bytes) -> None:
+        if self._file is None:
+            self._file = self._path.open("ab", buffering=0)
         file = self._file.fileno()
         end = os.fstat(file).st_size
         try:
@@ -142,7 +144,8 @@ class JsonLines:
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class _Line(msgspec.Struct):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,15 +102,17 @@ class LocalFiles:
         with path.open("wb") as file:
             for part in parts:
                 file.write(part)
+                del part  # parts are large, and the next one is about to be made
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(path.parent)
 
     def replace(self, name: str, content: bytes) -> None:
-        temporary = f"{name}.partial"
+        path, temporary = self._root / name, f"{name}.partial"
         self.write(temporary, [content])
-        os.replace(self._root / temporary, self._root / name)
-        _sync_folder((self._root / name).parent)
+        with _open_folder(path.parent) as folder:
+            os.replace(self._root / temporary, path)
+            os.fsync(folder)  # by descriptor: now that the file is there, another rank may have renamed the folder
 
     def rename(self, old: str, new: str) -> None:
         _sync_folder(self._root / old)
@@ -174,6 +177,7 @@ class UrlFiles:
         with self._fs.open(path, "wb") as file:
             for part in parts:
                 file.write(part)
+                del part  # parts are large, and the next one is about to be made
 
     def replace(self, name: str, content: bytes) -> None:
         self.write(name, [content])
@@ -197,8 +201,15 @@ def _fill(file: Any, buffer: memoryview, path: str) -> None:
 
 
 def _sync_folder(path: Path) -> None:
+    with _open_folder(path) as descriptor:
+        os.fsync(descriptor)
+
+
+@contextmanager
+def _open_folder(path: Path) -> Generator[int]:
+    """A folder's descriptor, which stays that of the folder when it is renamed."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)

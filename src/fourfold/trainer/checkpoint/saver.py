@@ -37,7 +37,7 @@ from fourfold.trainer.checkpoint.state import (
     steps_to_save,
 )
 from fourfold.trainer.checkpoint.storage import Box, rank_file, save_boxes
-from fourfold.trainer.checkpoint.store import CheckpointStore
+from fourfold.trainer.checkpoint.store import Checkpoint, CheckpointStore
 
 _POLL = 0.02, 1.0  # seconds between two looks at whether the other ranks have written, at first and at most
 
@@ -46,10 +46,11 @@ _POLL = 0.02, 1.0  # seconds between two looks at whether the other ranks have w
 class _Snapshot:
     """All that one save writes, as it was when ``save`` was called."""
 
+    step: int
     folder: str
     boxes: dict[str, Box]
     report: RankReport
-    state: TrainState
+    state: bytes
 
 
 class Saver:
@@ -98,6 +99,7 @@ class Saver:
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
+        self._given_up: list[str] = []  # folders of saves that failed
         self._count = 0
         if self._groups.rank == 0:
             store.remove_unfinished()
@@ -112,7 +114,6 @@ class Saver:
         """
         started = time.perf_counter()
         self.wait()
-        self._failure = None
         snapshot = self._snapshot(state)
         if self._asynchronous:
             self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint", daemon=True)
@@ -152,29 +153,35 @@ class Saver:
             rng=random_states(self._device),
         )
         folder = self._store.begin(state.step, f"{self._token}-{self._count}")
-        return _Snapshot(folder, boxes, report, state)
+        return _Snapshot(state.step, folder, boxes, report, encode(saved_state(state, self._plan, self._data)))
 
     def _write(self, snapshot: _Snapshot) -> None:
         """The thread's work."""
         files = self._store.files.below(snapshot.folder)
         try:
             save_boxes(snapshot.boxes, files, snapshot.report)
-            if self._groups.rank == 0:
-                self._publish(files, snapshot)
+            newest = self._publish(files, snapshot) if self._groups.rank == 0 else None
         except Exception as error:
-            self._failure = f"the checkpoint of step {snapshot.state.step} was not saved: {_say(error)}"
+            self._failure = f"the checkpoint of step {snapshot.step} was not saved: {_say(error)}"
             self._give_up(files, snapshot, _say(error))
+            return
+        try:
+            if newest is not None:
+                self._store.retain(newest, self._keep)
+                while self._given_up:  # every rank is past that save by now, and may have left something after all
+                    self._store.files.remove(self._given_up.pop())
+        except OSError as error:
+            self._failure = f"the checkpoint of step {snapshot.step} was saved, but old ones stay: {error}"
 
-    def _publish(self, files: Files, snapshot: _Snapshot) -> None:
+    def _publish(self, files: Files, snapshot: _Snapshot) -> Checkpoint:
         """Makes one checkpoint of what all ranks have written. Rank 0 only."""
         reports = {rank_file(rank, "json"): content for rank, content in enumerate(self._await_reports(files))}
-        content = {**reports, **self._common_files(snapshot.state)}
-        for name in content.keys() - reports.keys():
-            files.replace(name, content[name])
+        common = self._common_files(snapshot.state)
+        for name, content in common.items():
+            files.replace(name, content)
         decoded = [decode(report, RankReport, path=f"{files.root}/{name}") for name, report in reports.items()]
-        index = make_index(decoded, {name: FileCheck.of(value) for name, value in content.items()})
-        newest = self._store.publish(snapshot.folder, index)
-        self._store.retain(newest, self._keep)
+        checks = {name: FileCheck.of(content) for name, content in (reports | common).items()}
+        return self._store.publish(snapshot.folder, make_index(decoded, checks))
 
     def _await_reports(self, files: Files) -> list[bytes]:
         """What every rank reports, in the order of ranks, once all have written.
@@ -200,23 +207,24 @@ class Saver:
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
 
-    def _common_files(self, state: TrainState) -> dict[str, bytes]:
-        recipe, config = self._plan.recipe, self._plan.config
-        described = config_to_hf(config)
+    def _common_files(self, state: bytes) -> dict[str, bytes]:
+        """What is in a checkpoint besides tensors, by name."""
+        described = config_to_hf(self._plan.config)
         # Readers take the longest sequence from here: as long as trained on, at least.
         longest = max(phase.seq_len for phase in self._plan.phases)
         described["max_position_embeddings"] = max(described["max_position_embeddings"], longest)
-        common = {
-            STATE: encode(saved_state(state, self._plan, self._data)),
-            RECIPE: to_toml(recipe).encode(),
+        return {
+            STATE: state,
+            RECIPE: to_toml(self._plan.recipe).encode(),
             CONFIG: (json.dumps(described, indent=2) + "\n").encode(),
+            **{f"{TOKENIZER}/{file.name}": file.read_bytes() for file in self._tokenizer_files},
         }
-        return common | {f"{TOKENIZER}/{file.name}": file.read_bytes() for file in self._tokenizer_files}
 
     def _give_up(self, files: Files, snapshot: _Snapshot, reason: str) -> None:
         """Leaves nothing of a failed save, and tells rank 0. What fails here fails for the reason that is known."""
         try:
             if self._groups.rank == 0:
+                self._given_up.append(snapshot.folder)
                 self._store.files.remove(snapshot.folder)
             else:
                 files.remove(rank_file(self._groups.rank, "safetensors"))  # first: the word needs room, too

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fourfold.trainer.checkpoint.files import Files, files_at
@@ -146,7 +146,7 @@ class CheckpointStore:
                 self._remove(checkpoint.path.rpartition("/")[2])
 
     def remove_unfinished(self) -> None:
-        """Removes what dead runs left behind. No rank may be saving."""
+        """Removes what broken saves and removals have left. No rank may be saving."""
         for name in self.unfinished():
             self.files.remove(name)
 
@@ -237,11 +237,10 @@ def find_checkpoint(place: str | Path, *, verify: bool = True) -> Checkpoint:
     try:
         if is_checkpoint(place):
             files = files_at(place)
-            step = decode(_read(files, STATE), SavedState, path=f"{files.root}/{STATE}").step
-            found = Checkpoint(step, files.root, files)
+            found = Checkpoint(0, files.root, files)
             if verify and (reason := damage(found)) is not None:
                 raise CheckpointError(reason)
-            return found
+            return replace(found, step=found.state().step)
         damaged: list[str] = []
         for folder in (str(place), f"{str(place).rstrip('/')}/checkpoints"):
             store = CheckpointStore(folder)

@@ -60,6 +60,7 @@ def write_tensors(
             content = memory_of(tensor.to("cpu").contiguous())
             ranges[name] = (start, start + len(content), zlib.crc32(content))
             yield content
+            del tensor, content  # before the next one is made
 
     files.write(file, parts())
     size = max((end for _, end, _ in ranges.values()), default=len(header))
