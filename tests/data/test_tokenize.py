@@ -170,6 +170,18 @@ def test_ctrl_c_leaves_finished_files_only(corpus: Path, tmp_path: Path) -> None
     assert tokenize(Job((str(corpus),), "bpe:300", out)).documents == 30
 
 
+def test_half_a_pair_is_cleared_away_and_made_anew(corpus: Path, tmp_path: Path) -> None:
+    """As it is left by a worker that is stopped between the names of the .bin and of the .idx."""
+    job = Job((str(corpus),), "bytes", tmp_path / "out")
+    tokenize(job)
+    whole = content(job.out)
+    (job.out / "tokens-000001.idx").unlink()
+    with shards.locked(job.out):
+        assert content(job.out).keys() == {name for name in whole if not name.startswith("tokens-000001")}
+    assert tokenize(job).made == 1
+    assert content(job.out) == whole
+
+
 def changed(job: Job) -> str:
     with pytest.raises(InputError) as caught:
         tokenize(job)

@@ -99,9 +99,9 @@ def read_record(folder: Path) -> Record | None:
 
 
 def clear(folder: Path) -> None:
-    """Removes what a run may have left that made no token file."""
-    for pattern in ("*.bin", "*.json"):
-        for path in folder.glob(f"{PREFIX}{pattern}"):
+    """Removes the sidecars that a run has left that found no document."""
+    if (folder / RECORD).exists():
+        for path in folder.glob(f"{PREFIX}*.json"):
             path.unlink()
 
 
@@ -135,14 +135,18 @@ def locked(folder: Path) -> Generator[None]:
             raise InputError(str(folder), "another run is writing there") from None
         except OSError:
             pass  # some cluster file systems have no locks: there, nothing but care keeps two runs apart
-        remove_partials(folder)
+        remove_unfinished(folder)
         yield
 
 
-def remove_partials(folder: Path) -> None:
-    """Removes unfinished files."""
-    for path in folder.glob(f"*{PARTIAL}"):
+def remove_unfinished(folder: Path) -> None:
+    """Removes what a worker that was stopped has left: files under temporary names, and a .bin that has no .idx yet."""
+    for path in folder.glob(f"token*{PARTIAL}"):
         path.unlink(missing_ok=True)
+    for path in folder.glob(f"{PREFIX}*.bin"):
+        if (folder / RECORD).exists() and not path.with_suffix(".idx").exists():
+            path.with_suffix(".json").unlink(missing_ok=True)
+            path.unlink()
 
 
 def _show(value: object) -> str:

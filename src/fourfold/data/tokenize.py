@@ -22,7 +22,7 @@ from fourfold.data.shards import (
     locked,
     plan_shards,
     read_record,
-    remove_partials,
+    remove_unfinished,
     shard_prefix,
     write_record,
 )
@@ -98,7 +98,7 @@ def tokenize(job: Job, progress: Callable[[Progress], None] = lambda _: None) ->
             for number, sidecar in make_shards(job.out, record, todo, job.workers or _cores(), progress):
                 sidecars[number] = sidecar
         finally:
-            remove_partials(job.out)  # of workers that were stopped
+            remove_unfinished(job.out)
         check_same(job.out, record, msgspec.structs.replace(record, inputs=input_files(files)))
     found = [sidecar for sidecar in sidecars if sidecar is not None]
     made = [sidecars[number] for number in todo]
