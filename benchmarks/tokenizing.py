@@ -68,7 +68,13 @@ def bare(tokenizer: Tokenizer) -> Callable[[Sequence[str]], Sequence[Any]]:
 def compare(tokenizer: Tokenizer, file: Path, folder: Path, num_blocks: int) -> tuple[bool, str]:
     """Whether the bar is met with the same tokens, and a line that says so."""
     record = Record(
-        tokenizer=tokenizer.id, vocab_size=tokenizer.vocab_size, eos=None, field="text", skip_bad=False, inputs=()
+        tokenizer=tokenizer.id,
+        vocab_size=tokenizer.vocab_size,
+        eos=None,
+        field="text",
+        skip_bad=False,
+        inputs=(),
+        shards=1,
     )
     encode = bare(tokenizer)
     pairs: list[tuple[Times, Times]] = []

@@ -290,7 +290,7 @@ def import_(directory: Path, checkpoint: str, /) -> int:
 
 
 def _fail(error: object, code: int, *, rank: str | None = None) -> int:
-    """Prints an error. ``rank``: the one of torchrun's whose own it is; else all ranks find the same, and one says it."""
+    """Prints an error. ``rank``: of torchrun's, whose own it is; None: all ranks find the same, and one says it."""
     if rank is not None:
         print(f"error: rank {rank}: {error}", file=sys.stderr)
     elif os.environ.get("RANK", "0") == "0":

@@ -22,9 +22,11 @@ from fourfold.data.documents import InputError, find_files
 from fourfold.data.indexed import TokenFile, find_token_files
 from fourfold.data.shards import plan_shards
 from fourfold.data.sidecar import read_sidecar
+from fourfold.data.sources import prepare_sources
 from fourfold.data.tokenize import Job, tokenize
 from fourfold.data.tokenizers import TokenizerError, open_tokenizer
 from fourfold.data.workers import WorkerError
+from fourfold.recipe import Data, RecipeError
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +113,7 @@ import os, signal, sys
 from contextlib import suppress
 from pathlib import Path
 from fourfold.data import shards
+from fourfold.data.sources import prepare_sources
 from fourfold.data.tokenize import Job, tokenize
 
 shards.SMALLEST, shards.FILES = 1000, 8
@@ -140,11 +143,16 @@ def test_after_kill_9_only_what_is_missing_is_made_and_all_is_as_it_would_have_b
         time.sleep(0.05)
     finished = [prefix for prefix in find_token_files(out) if shards.finished(prefix)]
     assert 2 <= len(finished) < len(find_token_files(whole))
+    left, number = shards.num_unfinished(out)
+    assert 0 < left <= number - len(finished)
+    with pytest.raises(RecipeError, match=rf"{left} of its \d+ token files are not finished"):
+        prepare_sources(Data(source=str(out)), tmp_path, vocab_size=300, seq_len=8)
     (out / "tokens-000007.bin.123.partial").write_bytes(b"left by a run that was killed")
     before = {prefix: prefix.with_suffix(".bin").stat().st_mtime_ns for prefix in finished}
     totals = tokenize(Job((str(corpus),), "bpe:300", out, workers=2))
     assert content(out) == content(whole)
     assert totals.made == totals.files - len(finished)
+    assert shards.num_unfinished(out) == (0, number)
     assert {prefix: prefix.with_suffix(".bin").stat().st_mtime_ns for prefix in finished} == before
     # And once more: there is nothing left to do. But a shard that lost its end is made anew.
     assert tokenize(Job((str(corpus),), "bpe:300", out)).made == 0

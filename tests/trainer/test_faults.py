@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -12,9 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from fourfold.data.sidecar import TokenizerId
 from fourfold.data.stream import Position
+from fourfold.data.writer import TokenFileWriter
 from fourfold.recipe import Phase
 from fourfold.trainer import launch, loop, prepare
 from fourfold.trainer.batches import Loader
@@ -202,6 +206,25 @@ def test_a_full_disk(folder: Path) -> None:
     assert "Traceback" not in done.err
     assert files_of(folder / "runs" / "tiny") == {*KEPT, "checkpoints"}
     assert not list((folder / "runs" / "tiny" / "checkpoints").glob("step-*"))
+
+
+def test_a_loader_that_meets_a_wrong_token_ends_the_run_with_its_place(folder: Path) -> None:
+    # pains.md T78: ids that were not looked for before the start, in what one data-parallel group reads.
+    writer = TokenFileWriter(folder / "tokens", TokenizerId(name="bytes", sha256="", file=None), 300)
+    with writer:
+        writer.write([np.full(400, 7), np.array([290, 7, 7]), np.full(400, 7)])
+        writer.finish()
+    (folder / "tokens.json").unlink()  # as of another tool, which does not say how many entries there are
+    overrides = ("data.source=tokens", "data.verify=false", "layout.dp=2", "train.steps=40", "data.prefetch=2")
+    done = train(folder, *overrides)
+    assert done.code == 1
+    assert done.seconds < 10
+    assert re.match(r"error: rank [01] failed\n\S*tokens\.bin, byte 800: token 400 \(document 1\) is 290: ", done.err)
+    assert re.search(r"while data-parallel group [01] loaded the step from sample \d+", done.err)
+    assert "Traceback" not in done.err
+    refused = train(folder, "data.source=tokens", "layout.dp=2")
+    assert refused.code == 2
+    assert "tokens.bin, byte 800" in refused.err
 
 
 @pytest.mark.parametrize(

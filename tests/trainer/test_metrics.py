@@ -17,8 +17,10 @@ from fourfold.trainer.sinks import Guarded
 STEP = StepMetrics(
     step=1, loss=5.25, grad_norm=1.5, lr=0.01, tokens=256, samples=16, valid_tokens=250, skipped=0,
     tokens_per_second=1000.0, step_seconds=0.256, data_seconds=0.01, forward_backward_seconds=0.2,
-    optimizer_seconds=0.03, checkpoint_seconds=0.0, garbage_seconds=0.0, other_seconds=0.016, idle_share=0.2, idle_share_max=0.25,
-    attention_pairs=2080, model_flops_per_second=1e9, mfu_6p=None, mfu_attention=None, peak_memory_bytes=1 << 30,
+    optimizer_seconds=0.03, checkpoint_seconds=0.0, garbage_seconds=0.0, other_seconds=0.016,
+    idle_share=0.2, idle_share_max=0.25,
+    attention_pairs=2080,
+    model_flops_per_second=1e9, mfu_6p=None, mfu_attention=None, peak_memory_bytes=1 << 30,
 )  # fmt: skip
 
 

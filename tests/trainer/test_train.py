@@ -33,8 +33,8 @@ from tests.trainer.runs import has_steps, metrics, train, wait_until, write_reci
 KEYS = {
     "step", "loss", "grad_norm", "lr", "tokens", "samples", "valid_tokens", "skipped", "tokens_per_second",
     "step_seconds", "data_seconds", "forward_backward_seconds", "optimizer_seconds", "checkpoint_seconds",
-    "garbage_seconds", "other_seconds", "idle_share", "idle_share_max", "attention_pairs", "model_flops_per_second", "mfu_6p",
-    "mfu_attention", "peak_memory_bytes",
+    "garbage_seconds", "other_seconds", "idle_share", "idle_share_max", "attention_pairs", "model_flops_per_second",
+    "mfu_6p", "mfu_attention", "peak_memory_bytes",
 }  # fmt: skip
 
 

@@ -40,6 +40,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     field: str
     skip_bad: bool
     inputs: tuple[InputFile, ...]
+    shards: int
+    """Token files that are made, those included of which nothing but a sidecar is left for want of documents."""
 
 
 def input_files(files: Sequence[Part]) -> tuple[InputFile, ...]:
@@ -79,6 +81,19 @@ def finished(prefix: Path) -> Sidecar | None:
         return sidecar if TokenFile(prefix).num_tokens == sidecar.tokens else None
     except TokenFileError:
         return None
+
+
+def num_unfinished(folder: Path) -> tuple[int, int]:
+    """(Token files in ``folder`` that `fourfold data tokenize` has not finished, those that it makes); 0, 0 if it made
+    none.
+
+    Raises:
+        InputError: the folder's record cannot be read.
+    """
+    record = read_record(folder) if (folder / RECORD).exists() else None
+    if record is None:
+        return 0, 0
+    return sum(finished(shard_prefix(folder, n)) is None for n in range(record.shards)), record.shards
 
 
 def read_record(folder: Path) -> Record | None:

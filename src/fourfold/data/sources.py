@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from fourfold.data.check import CheckReport, check_files
+from fourfold.data.documents import InputError
 from fourfold.data.entries import Entry, find_entries
 from fourfold.data.fingerprint import compare, fingerprint
 from fourfold.data.indexed import TokenFile, TokenFileError
 from fourfold.data.mixture import Mixture
+from fourfold.data.shards import num_unfinished
 from fourfold.data.sidecar import Skipped, read_sidecar
 from fourfold.data.source import TokenSource
 from fourfold.data.stream import Stream
@@ -146,10 +148,17 @@ def _open(entry: Entry, tokens: Path) -> list[TokenFile]:
 
 
 def _lost(entry: Entry) -> list[TokenFileError]:
-    """Token files of a folder of which nothing is left but a sidecar that says they were not empty."""
+    """Token files of a folder that were never finished, or of which only a sidecar is left that speaks of tokens."""
     problems: list[TokenFileError] = []
     if entry.is_text or not Path(entry.source).is_dir():
         return problems
+    try:
+        unfinished, number = num_unfinished(Path(entry.source))
+    except InputError as error:
+        raise RecipeError([Problem(entry.key, entry.source, str(error))]) from None
+    if unfinished:
+        rule = f"{unfinished} of its {number} token files are not finished: run the same `fourfold data tokenize` again"
+        raise RecipeError([Problem(entry.key, entry.source, rule)])
     for prefix in sorted({path.with_suffix("") for path in Path(entry.source).glob("*.json")} - {*entry.prefixes}):
         try:
             if (sidecar := read_sidecar(prefix)) is not None and sidecar.documents:

@@ -142,6 +142,7 @@ def _settle(job: Job, files: Sequence[Part]) -> Record:
         field=job.field,
         skip_bad=job.skip_bad,
         inputs=input_files(files),
+        shards=len(plan_shards(files)),
     )
     if then is None:
         clear(job.out)

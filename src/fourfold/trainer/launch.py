@@ -175,8 +175,10 @@ def summarize(prepared: Prepared, outcome: Outcome | None, *, killed: bool = Fal
     console.print("\n".join(lines))
 
 
-def initial_weights(plan: RunPlan) -> WeightSource:
+def initial_weights(plan: RunPlan, *, verify: bool = True) -> WeightSource:
     """Weights of the directory that ``model.path`` names, if it has any, else random ones from ``train.seed``.
+
+    ``verify``: read a checkpoint through first; one process of a job is enough.
 
     Raises:
         RecipeError: the directory's weights cannot be read, or are not those of the model.
@@ -186,7 +188,7 @@ def initial_weights(plan: RunPlan) -> WeightSource:
         assert path is not None
         try:
             if is_checkpoint(path):
-                read = open_weights(find_checkpoint(path), config)
+                read = open_weights(find_checkpoint(path, verify=verify), config)
             else:
                 read = huggingface.open_weights(path, config)
         except RecipeError:
@@ -243,7 +245,7 @@ def _join(plan: RunPlan, device_type: str, *, resume: bool) -> int:
     if world != plan.grid.size:
         rule = f"tp x cp x pp x dp = {plan.grid.size} must equal the number of processes, {world}"
         raise RecipeError([Problem("layout", None, rule)])
-    weights = initial_weights(plan)
+    weights = initial_weights(plan, verify=os.environ["RANK"] == "0")
     if device_type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

@@ -111,6 +111,7 @@ class Trainer:
             asynchronous=recipe.checkpoint.asynchronous,
             data=run.data.fingerprint,
             tokenizer_files=run.data.tokenizer_files,
+            patience=recipe.timeouts.collective,
         )
         self.meter = Meter(plan, groups, device)
 

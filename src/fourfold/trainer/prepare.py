@@ -18,10 +18,13 @@ from fourfold.planner import consequences
 from fourfold.recipe import Problem, RecipeError, RunPlan, load, to_table, to_toml
 from fourfold.recipe.errors import show
 from fourfold.report.text import print_consequences
+from fourfold.report.tokens import ByteProgress
 from fourfold.trainer import runs
 from fourfold.trainer.checkpoint import CheckpointError, CheckpointStore
 from fourfold.trainer.export import partial_folder
 from fourfold.trainer.sinks import check_sinks
+
+PROBE = ".probe"  # a file that is written and removed, to see whether a place can be written to
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,14 @@ def prepare(plan: RunPlan, *, weights_from: str, resume: bool) -> Prepared:
         changes = list(_changes(folder, plan)) if resumes else []
         print_consequences(consequences(plan))
         longest = max(phase.seq_len for phase in plan.phases)
-        data = sources.prepare_sources(recipe.data, folder, vocab_size=plan.config.vocab_size, seq_len=longest)
+        with ByteProgress("checking tokens") as bar:
+            data = sources.prepare_sources(
+                recipe.data,
+                folder,
+                vocab_size=plan.config.vocab_size,
+                seq_len=longest,
+                progress=lambda name, done, total: bar.update(done, total, name),
+            )
         prepared = Prepared(plan, data, folder, resumes)
         if resumes:
             changes += _data_changes(prepared)
@@ -123,7 +133,10 @@ def _cannot_write(directory: str, error: OSError) -> RecipeError:
 def _has_checkpoints(place: str, *, resume: bool) -> bool:
     """Whether there is something to go on from. A new run does not begin among another's checkpoints."""
     try:
-        complete = CheckpointStore(place).complete()
+        store = CheckpointStore(place)
+        complete = store.complete()
+        store.files.replace(PROBE, b"")  # better now than in an hour
+        store.files.remove(PROBE)
     except OSError as error:
         rule = f"cannot be used: {error}"
         raise RecipeError([Problem("checkpoint.dir", place, rule)]) from None
