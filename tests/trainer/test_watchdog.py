@@ -94,7 +94,7 @@ def test_a_rank_that_sleeps_before_a_collective_is_named_with_its_place(
     assert found[2]["waits"] == []
     (wait,) = found[0]["waits"]
     assert (wait["dimension"], wait["ranks"], wait["kind"], wait["number"]) == ("dp", [0, 3], "all_gather", 0)
-    assert 0.3 < wait["seconds"] <= found[0]["seconds"]
+    assert 0.3 < wait["seconds"] < found[0]["seconds"] + 0.1  # the step's time was taken a moment earlier
     assert found[0]["flight_recorder"][-1]["profiling_name"].startswith("gloo:")
     assert len(found[0]["flight_recorder"]) == len(found[2]["flight_recorder"]) + 1
 
