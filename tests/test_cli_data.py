@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.files import write_tokens
 from tests.test_cli import fourfold, python
 
 
@@ -52,6 +53,7 @@ def test_tokenize_and_check(tmp_path: Path) -> None:
         ("tokenize --tokenizer bytes --out OUT", "error: INPUT: name a file or folder\n"),
         ("check FILE", "error: FILE: must be a folder with token files"),
         ("check", "error: name a folder with token files"),
+        ("check FILE --vocab-size 0", "error: --vocab-size: must be at least 1"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line(tmp_path: Path, arguments: str, message: str) -> None:
@@ -61,6 +63,15 @@ def test_what_a_user_can_mend_is_one_line(tmp_path: Path, arguments: str, messag
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(message.replace("FILE", names["FILE"]))
     assert done.stderr.count("\n") == 1
+
+
+def test_more_token_files_than_a_shell_lets_a_process_open(tmp_path: Path) -> None:
+    for number in range(40):
+        write_tokens(tmp_path / f"{number:02}", [[1, 2]])
+    limit = "import resource; r = resource; r.setrlimit(r.RLIMIT_NOFILE, (64, r.getrlimit(r.RLIMIT_NOFILE)[1]))"
+    done = python("-c", f"{limit}; from fourfold.cli import main; main()", "data", "check", str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("40 token files\n")
 
 
 def test_token_files_are_made_without_torch() -> None:

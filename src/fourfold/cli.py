@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +16,7 @@ from cyclopts import App, Parameter
 from fourfold import __version__
 
 USER_ERROR, RUN_FAILED = 2, 1  # exit codes
+OPEN_FILES = 65_536  # about as many as Linux lets a process map
 
 app = App(
     name="fourfold",
@@ -214,6 +217,8 @@ def data_check(*paths: str, vocab_size: int | None = None) -> int:
     from fourfold.data.check import check_files, open_files
     from fourfold.report.tokens import ByteProgress, check_text
 
+    if vocab_size is not None and vocab_size < 1:
+        return _fail(f"--vocab-size: must be at least 1, but is {vocab_size}", USER_ERROR)
     try:
         files, problems = open_files(paths)
     except ValueError as error:
@@ -298,8 +303,18 @@ def _fail(error: object, code: int, *, rank: str | None = None) -> int:
     return code
 
 
+def _allow_many_files() -> None:
+    """Raises the soft limit of open files: a token file holds two, a large set has thousands, shells allow 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # the system has another limit: then files say that they cannot be opened
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def main() -> None:
     """Entry point of ``fourfold``. What a user can mend ends with one message; a bug of ours shows where it is."""
+    _allow_many_files()
     try:
         code = app(sys.argv[1:], result_action="return_value")
         sys.stdout.flush()

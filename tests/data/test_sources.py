@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from fourfold.data.indexed import TokenFile
 from fourfold.data.sources import Prepared, prepare_sources
 from fourfold.data.stream import Position
+from fourfold.data.tokenize import Job, tokenize
 from fourfold.data.tokenizers import open_tokenizer
 from fourfold.data.writer import TokenFileWriter
 from fourfold.recipe import Data, RecipeError, from_table
@@ -70,7 +71,8 @@ def test_text_becomes_a_token_file_of_the_run(tmp_path: Path) -> None:
     assert texts_of(prepared) == ["first é", "second"]
     assert prepared.vocab_size == 256
     assert prepared.tokenizer_files == ()
-    skipped, long = prepared.notes
+    empty, skipped, long = prepared.notes
+    assert empty.startswith("text: skipped 1 inputs (empty), such as ")
     assert skipped.startswith("text: skipped 1 inputs (not UTF-8 text), such as ")
     assert "photo.jpg" in skipped
     assert long.startswith("text: 2 of 2 documents are longer than a row of 4 tokens")
@@ -189,6 +191,20 @@ def test_a_tokenizer_from_a_file_is_kept_with_the_run(tmp_path: Path) -> None:
     assert prepare(tmp_path, **settings) == prepared
 
 
+def test_a_tokenizer_in_the_folder_of_a_run_does_not_pass_for_another(tmp_path: Path) -> None:
+    tokens = str(write_token_file(tmp_path / "other", [[1, 2, 3, 4]]))
+    (tmp_path / "x.txt").write_text("red green")
+    for number, name in enumerate(("first", "second")):
+        tokenizer = Tokenizer(models.WordLevel({"?": 0, "red": 1 + number, "green": 3 + number}, unk_token="?"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.save(str(tmp_path / f"{name}.json"))
+    prepare(tmp_path, seq_len=2, source=tokens, tokenizer=str(tmp_path / "first.json"))
+    mix = [{"source": tokens}, {"source": str(tmp_path / "x.txt")}]
+    second = prepare(tmp_path, seq_len=2, mix=mix, tokenizer=str(tmp_path / "second.json"))
+    assert documents(second.sources[1].prefixes[0]) == [[2, 4]]
+    assert second.tokenizer_files[0].read_bytes() == (tmp_path / "second.json").read_bytes()
+
+
 def test_unigram_entropy_is_that_of_the_mixture(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("aaaa")
     (tmp_path / "b.txt").write_text("bbcc" * 10)
@@ -206,6 +222,8 @@ def test_token_files_of_other_tools(tmp_path: Path) -> None:
         assert (prepared.vocab_size, prepared.tokenizer_files) == (None, ())
         assert prepared.notes == ()
     assert tokens.name == "a"
+    dotted = write_token_file(tmp_path / "v1.2", [[1, 2, 3, 4]])
+    assert {prepare(tmp_path, source=f"{dotted}{end}").sources[0].name for end in ("", ".idx")} == {"v1.2"}
     assert prepare(tmp_path, source=str(shards[0]), verify=False).unigram_entropy is None
 
 
@@ -233,6 +251,15 @@ def test_a_token_file_that_is_gone_is_missed_by_its_sidecar(tmp_path: Path) -> N
     assert f"{tmp_path / 'set' / 'b.idx'}, byte 0: the file is missing" in refused(
         tmp_path, source=str(tmp_path / "set")
     )
+
+
+def test_a_folder_without_its_first_token_file_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text(TEXT)
+    tokenize(Job((str(tmp_path / "x.txt"),), "bpe:280", tmp_path / "out", workers=1))
+    (tmp_path / "out" / "tokens-000000.idx").unlink()
+    (tmp_path / "out" / "tokens-000000.bin").unlink()
+    assert "1 of its 1 token files are not finished" in refused(tmp_path, source=str(tmp_path / "out"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_token_files_bring_their_tokenizer(tmp_path: Path) -> None:
@@ -277,6 +304,9 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
     assert "must hold text" in refused(tmp_path, source=str(tmp_path / "empty"))
     (tmp_path / "photo.jpg").write_bytes(b"abc\xff\xd8")
     assert "photo.jpg is not UTF-8" in refused(tmp_path, source=str(tmp_path / "photo.jpg"))
+    (tmp_path / "table.jsonl.gz").write_bytes(b"")
+    text = refused(tmp_path, source=str(tmp_path / "table.jsonl.gz"))
+    assert "holds texts, but is none: make token files of it by `fourfold data tokenize`" in text
     (tmp_path / "good.txt").write_text("good")
     bad = [{"source": str(tmp_path / "good.txt")}, {"source": "nowhere"}]
     assert refused(tmp_path, mix=bad).startswith('data.mix[1].source = "nowhere"')

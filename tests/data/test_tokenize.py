@@ -6,6 +6,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from fourfold.data import shards
+from fourfold.data.check import open_files
 from fourfold.data.documents import InputError, find_files
 from fourfold.data.indexed import TokenFile, find_token_files
 from fourfold.data.shards import plan_shards
@@ -143,16 +145,19 @@ def test_after_kill_9_only_what_is_missing_is_made_and_all_is_as_it_would_have_b
         time.sleep(0.05)
     finished = [prefix for prefix in find_token_files(out) if shards.finished(prefix)]
     assert 2 <= len(finished) < len(find_token_files(whole))
-    left, number = shards.num_unfinished(out)
+    (unfinished,) = shards.missing_files(out, find_token_files(out))
+    left, number = map(int, re.findall(r"\d+", unfinished.rule))
     assert 0 < left <= number - len(finished)
-    with pytest.raises(RecipeError, match=rf"{left} of its \d+ token files are not finished"):
+    with pytest.raises(RecipeError, match=rf"{left} of its {number} token files are not finished"):
         prepare_sources(Data(source=str(out)), tmp_path, vocab_size=300, seq_len=8)
+    _, problems = open_files([str(out)])
+    assert unfinished.rule in [problem.rule for problem in problems]
     (out / "tokens-000007.bin.123.partial").write_bytes(b"left by a run that was killed")
     before = {prefix: prefix.with_suffix(".bin").stat().st_mtime_ns for prefix in finished}
     totals = tokenize(Job((str(corpus),), "bpe:300", out, workers=2))
     assert content(out) == content(whole)
     assert totals.made == totals.files - len(finished)
-    assert shards.num_unfinished(out) == (0, number)
+    assert shards.missing_files(out, find_token_files(out)) == []
     assert {prefix: prefix.with_suffix(".bin").stat().st_mtime_ns for prefix in finished} == before
     # And once more: there is nothing left to do. But a shard that lost its end is made anew.
     assert tokenize(Job((str(corpus),), "bpe:300", out)).made == 0

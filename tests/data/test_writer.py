@@ -108,7 +108,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         (b'{"format": "fourfold-tokens", "version": 2}', "version must be 1, not 2"),
         (b'{"format": "fourfold-tokens", "version": 1}', "is damaged: Object missing required field"),
-        (b"{", "is damaged"),
+        (b'{"format": "fourfold-tokens", ', "is damaged"),
     ],
 )
 def test_a_damaged_sidecar(tmp_path: Path, content: bytes, rule: str) -> None:
@@ -119,6 +119,6 @@ def test_a_damaged_sidecar(tmp_path: Path, content: bytes, rule: str) -> None:
 
 def test_a_file_of_that_name_that_is_not_ours(tmp_path: Path) -> None:
     assert read_sidecar(tmp_path / "x") is None
-    for content in (b"[]", b'{"format": "other"}', b"3"):
+    for content in (b"[]", b'{"format": "other"}', b"3", b'{"text": "JSON lines"}\n{"text": "of Megatron"}\n'):
         (tmp_path / "x.json").write_bytes(content)
         assert read_sidecar(tmp_path / "x") is None

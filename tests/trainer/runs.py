@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -92,6 +93,7 @@ class Command:
                 os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), descriptor)
             sys.stdout, sys.stderr = (os.fdopen(d, "w", closefd=False) for d in (1, 2))
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            faulthandler.register(signal.SIGUSR1, file=2)  # forked ranks inherit it
             torch.set_num_threads(1)  # the threads of the parent are not here
             os.environ.update(env or {})
             sys.argv = ["fourfold", *args]
@@ -114,11 +116,13 @@ class Command:
         (os.killpg if group else os.kill)(self.process.pid, number)
 
     def end(self, timeout: float = 60) -> Ended:
-        """Waits for the end."""
+        """Waits for the end. Of a command that hangs all processes write into its stderr where their threads stand."""
         self.process.join(timeout)
         seconds = time.monotonic() - self.since
         if self.process.is_alive():
             assert self.process.pid is not None
+            os.killpg(self.process.pid, signal.SIGUSR1)
+            time.sleep(1)
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.join()
         out, err = (file.read_text() for file in self._files)

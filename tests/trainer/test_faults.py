@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -137,10 +138,11 @@ def interrupted(folder: Path, patch: Callable[[], None], *signals: int) -> tuple
     return done.code, done.out, done.err
 
 
-def test_ctrl_c_while_the_text_is_read(folder: Path) -> None:
+@pytest.mark.parametrize(("number", "wanted"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_the_text_is_read(folder: Path, number: int, wanted: int) -> None:
     patch = slow(prepare.sources, "prepare_sources", folder / "marker", seconds=20)
-    code, _, err = interrupted(folder, patch, signal.SIGINT)
-    assert (code, err) == (130, "")
+    code, _, err = interrupted(folder, patch, number)
+    assert (code, err) == (wanted, "")
     assert not (folder / "runs").exists()
 
 
@@ -151,10 +153,12 @@ def test_ctrl_c_while_the_ranks_start(folder: Path) -> None:
     assert list((folder / "runs").iterdir()) == []
 
 
-def test_ctrl_c_while_the_model_is_written_leaves_it_to_a_resume(folder: Path) -> None:
+@pytest.mark.parametrize(("number", "wanted"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_while_the_model_is_written_leaves_it_to_a_resume(folder: Path, number: int, wanted: int) -> None:
     patch = slow(launch, "export_checkpoint", folder / "marker", seconds=20)
-    code, _, _ = interrupted(folder, patch, signal.SIGINT)
-    assert code == 130
+    code, _, _ = interrupted(folder, patch, number)
+    assert code == wanted
+    assert json.loads((folder / "runs" / "tiny" / "run.json").read_text())["state"] == "stopped"
     assert not (folder / "runs" / "tiny" / "model").exists()
     assert train(folder, "layout.dp=2", resume=True).code == 0
     assert (folder / "runs" / "tiny" / "model" / "model.safetensors").exists()

@@ -122,8 +122,9 @@ def test_the_action_log_of_a_resumed_run(tmp_path: Path) -> None:
     log = [LoggedAction(Action(Kind.FORWARD, 0, 0), 5, 9, 1)] * 2
     for step in (2, 4, 6):
         write_action_log(tmp_path, 3, step, log)
-    cut_action_log(tmp_path, 3, 4)
-    cut_action_log(tmp_path, 4, 4)  # a rank that has none yet
+    cut_action_log(tmp_path, 0, 2, 4)
+    assert len(lines(tmp_path / "actions" / "rank-00003.jsonl")) > 3  # that of four ranks is another's to cut
+    cut_action_log(tmp_path, 1, 2, 4)
     path = tmp_path / "actions" / "rank-00003.jsonl"
     assert [line["step"] for line in lines(path)] == [2, 2, 4, 4]
     assert lines(path)[0] == {"step": 2, "action": "0F0", "start": 5, "end": 9, "wait": 1}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fourfold.recipe import RunPlan, check, from_table, to_toml
-from fourfold.trainer.runs import begin, end, list_runs, summarize_run, summary_json
+from fourfold.trainer.runs import begin, belongs_to, end, job_id, list_runs, name_of_job, summarize_run, summary_json
 
 
 @pytest.fixture
@@ -48,6 +48,22 @@ def save_checkpoint(folder: Path, name: str, *, complete: bool = True) -> None:
     (folder / name).mkdir(parents=True)
     if complete:
         (folder / name / "index.json").write_text("{}")
+
+
+def test_the_run_of_a_job(folder: Path, plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    # torchrun calls all jobs without an id "none"; the launcher, which is our parent, tells them apart.
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    begin(folder, plan)
+    mine = job_id()
+    assert mine is not None
+    assert str(os.getppid()) in mine
+    assert name_of_job(folder.parent, mine) == "a"
+    assert belongs_to(folder, mine)
+    change(folder, job_id="none")
+    assert name_of_job(folder.parent, mine) is None
+    assert not belongs_to(folder, mine)
+    change(folder, job_id=None)
+    assert not belongs_to(folder, None)
 
 
 class TestOneRun:

@@ -188,7 +188,9 @@ def test_every_rank_knows_the_same_loss(tmp_path: Path) -> None:
     recipe = load(tmp_path / "tiny.toml", ["layout.pp=2", "layout.dp=2", "train.steps=2", "train.sanity_steps=0"])
     plan = check(recipe)
     data = msgspec.structs.replace(recipe.data, source=str(tmp_path / "text"))
-    run = Prepared(plan, prepare_sources(data, tmp_path, vocab_size=261, seq_len=64), tmp_path, resumes=False)
+    run = Prepared(
+        plan, prepare_sources(data, tmp_path, vocab_size=261, seq_len=64), tmp_path, new=False, resumes=False
+    )
     weights = initial_weights(plan)
 
     def work(rank: int) -> loop.Outcome:

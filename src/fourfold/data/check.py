@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from fourfold.data.indexed import TokenFile, TokenFileError, find_token_files
+from fourfold.data.shards import missing_files
 from fourfold.data.sidecar import BLOCK, Sidecar, read_sidecar
 
 THREADS = 8  # at most: more would wait for the disk or for each other
@@ -68,14 +69,6 @@ class CheckReport:
     num_long: int
     first_long: Document | None
     counts: np.ndarray | None
-
-    @property
-    def unigram_entropy(self) -> float | None:
-        """Nats per token of a model that knows how frequent each id is and nothing else; None if it is not known."""
-        if self.counts is None or not self.counts.sum():
-            return None
-        share = self.counts[self.counts > 0] / self.counts.sum()
-        return float(-(share * np.log(share)).sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +138,7 @@ def check_files(
 
 
 def open_files(paths: Sequence[str]) -> tuple[list[TokenFile], list[TokenFileError]]:
-    """The token files that paths mean, opened, and what is wrong with those that cannot be.
+    """The token files that paths mean, opened, and what is wrong with those that cannot be, or should be there.
 
     Raises:
         ValueError: there is no path, or one that means none.
@@ -160,11 +153,21 @@ def open_files(paths: Sequence[str]) -> tuple[list[TokenFile], list[TokenFileErr
             raise ValueError(
                 f"{path}: must be a folder with token files, or the path of one, with or without .idx or .bin"
             )
-        for prefix in prefixes:
-            try:
-                files.append(TokenFile(prefix))
-            except TokenFileError as error:
-                problems.append(error)
+        opened, found = open_prefixes(prefixes)
+        files += opened
+        problems += found + missing_files(Path(path), prefixes)
+    return files, problems
+
+
+def open_prefixes(prefixes: Sequence[Path]) -> tuple[list[TokenFile], list[TokenFileError]]:
+    """Token files, opened, and what is wrong with those that cannot be."""
+    files: list[TokenFile] = []
+    problems: list[TokenFileError] = []
+    for prefix in prefixes:
+        try:
+            files.append(TokenFile(prefix))
+        except TokenFileError as error:
+            problems.append(error)
     return files, problems
 
 
@@ -257,10 +260,12 @@ def _long_documents(files: Sequence[TokenFile], row_length: int | None) -> tuple
         at = int(np.argmax(file.lengths))
         if longest is None or file.lengths[at] > longest.length:
             longest = _document(file, at)
-        long = np.flatnonzero(file.lengths > row_length) if row_length is not None else np.empty(0, np.int64)
-        if len(long) and first_long is None:
-            first_long = _document(file, int(long[0]))
-        num_long += len(long)
+        if row_length is None or file.lengths[at] <= row_length:
+            continue
+        long = file.lengths > row_length
+        if first_long is None:
+            first_long = _document(file, int(np.argmax(long)))
+        num_long += int(np.count_nonzero(long))
     return longest, num_long, first_long
 
 

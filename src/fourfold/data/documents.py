@@ -11,7 +11,7 @@ import io
 import re
 import zlib
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
@@ -25,6 +25,8 @@ from fourfold.data.sidecar import Skipped
 DOCUMENT_HEADING = re.compile(r"^#{2,3} (?=SCENE|PROLOGUE|EPILOGUE|INDUCTION)", re.MULTILINE)
 COMPRESSED = (".gz", ".zst")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
+TABLES = (".jsonl", ".ndjson", ".parquet")  # what cannot be meant as text; .json can
+BATCH_CHARACTERS, BATCH_DOCUMENTS = 2**20, 1024  # of a batch: it ends with the text that reaches either
 NOT_TEXT, EMPTY, BAD = "not UTF-8 text", "empty", "not readable"  # reasons for which input is skipped
 
 Kind = Literal["text", "play", "json", "parquet"]
@@ -117,22 +119,36 @@ def play_files() -> list[Path]:
     return sorted((Path(spec.origin).parent / "plays").rglob("*.md"))
 
 
-def read_texts(source: str) -> tuple[list[str], list[Path]]:
-    """The documents of ``data.source``, where every file is text; and the files of its folder that are not UTF-8.
+def read_texts(source: str, skips: Skips) -> Iterator[str]:
+    """The documents of ``data.source``, where every file is text; ``skips`` is told what gave none.
 
     Raises:
-        InputError: the source is not there, cannot be read, or holds no text.
+        InputError: while iterating: the source is not there, cannot be read, holds no text, or holds tables of texts.
     """
-    texts: list[str] = []
-    skipped = []
+    empty = True
     for part in find_files([source], kind="text"):
-        skips = Skips()
-        texts += DocumentReader(msgspec.structs.replace(part, named=False), skips=skips)
-        skipped += [Path(part.path) for skip in skips.found() if skip.reason == NOT_TEXT]
-    if not texts:
-        rule = "must hold text, but there is none" + (f": {skipped[0]} is not UTF-8" if skipped else "")
-        raise InputError(source, rule)
-    return texts, skipped
+        if _suffix(Path(part.path)) in TABLES:
+            raise InputError(part.path, "holds texts, but is none: make token files of it by `fourfold data tokenize`")
+        for text in DocumentReader(msgspec.structs.replace(part, named=False), skips=skips):
+            empty = False
+            yield text
+    if empty:
+        why = "".join(f": {skip.first} is {skip.reason}" for skip in skips.found()[:1])
+        raise InputError(source, f"must hold text, but there is none{why}")
+
+
+def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts in lists that are handed to a tokenizer at once."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 class DocumentReader:
@@ -157,8 +173,10 @@ class DocumentReader:
     @property
     def position(self) -> int:
         """Bytes of the part read so far, about: of compressed files, as they are on disk."""
-        if self._raw is None or self._raw.closed:
+        if self._raw is None:
             return int(self._part.size * self._share)
+        if self._raw.closed:
+            return self._part.size
         return min(self._raw.tell() - (self._part.start if self._part.kind == "json" else 0), self._part.size)
 
     def __iter__(self) -> Iterator[str]:
@@ -228,7 +246,7 @@ class DocumentReader:
                 groups = range(self._part.start, self._part.stop)
                 first = row = sum(num_rows[: groups.start])
                 for batch in file.iter_batches(1024, row_groups=list(groups), columns=[field]):
-                    for value in batch.column(0).to_pylist():
+                    for value in _values(batch.column(0)):
                         row += 1
                         if isinstance(value, str):
                             yield value, f"{path}, row {row:,}"
@@ -279,6 +297,21 @@ def import_pyarrow(where: str) -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
+def _values(column: Any) -> list[object]:
+    """What a column of Arrow holds, as Python has it. A string that is no UTF-8, which Parquet lets pass, as bytes."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: Any) -> object:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return error.object
+
+
 def _whole(path: Path, *, named: bool = False, kind: Kind | None = None) -> Part:
     size = path.stat().st_size
     kind = kind or _kind_of(path)
@@ -292,6 +325,11 @@ def _whole(path: Path, *, named: bool = False, kind: Kind | None = None) -> Part
     return Part(str(path), kind, named, 0, stop, size)
 
 
+def _suffix(path: Path) -> str:
+    """The ending of a name, without that of compression."""
+    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
+
+
 def _kind_of(path: Path) -> Kind:
-    suffix = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
+    suffix = _suffix(path)
     return "json" if suffix in JSON_LINES else "parquet" if suffix == ".parquet" else "text"

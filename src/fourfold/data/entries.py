@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,8 +66,11 @@ def _entry(key: str, source: str, name: str, use: str, *, trained_on: bool) -> E
 
 def _name(source: str) -> str:
     """The last part of a path, a file's without its ending."""
-    path = Path(source)
-    return (path if path.is_dir() else path.with_suffix("")).resolve().name or "text"
+    path = Path(os.path.abspath(source))  # not resolved: where a link leads may change
+    if path.is_dir():
+        return path.name or "text"
+    prefixes = find_token_files(path)  # v1.2 and v1.2.idx are one thing, and its name is not v1
+    return (prefixes[0] if prefixes else path.with_suffix("")).name
 
 
 def _check_names(entries: Sequence[Entry]) -> None:

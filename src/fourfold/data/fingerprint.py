@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     notes = [
         f"Share of {name}: {old[name]['share']:.2%} of the samples before, {new[name]['share']:.2%} from here on"
         for name in both
-        if new[name]["share"] != old[name]["share"]
+        if not math.isclose(new[name]["share"], old[name]["share"])
     ]
     notes += [f"{name} is new and begins at its beginning" for name in new if name not in old]
     notes += [f"{name} is no longer trained on; its place is kept" for name in old if name not in new]

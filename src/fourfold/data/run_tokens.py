@@ -9,23 +9,21 @@ A run that goes on reads no text: it trains on what it began with, even if the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
 import msgspec
 
-from fourfold.data.documents import NOT_TEXT, InputError, read_texts
+from fourfold.data.documents import InputError, Skips, batches, read_texts
 from fourfold.data.entries import Entry
-from fourfold.data.sidecar import Skipped
 from fourfold.data.tokenizers import Tokenizer, TokenizerError, entries_of, open_tokenizer
-from fourfold.data.writer import TokenFileWriter, write_atomically
+from fourfold.data.writer import PARTIAL, TokenFileWriter, write_atomically
 from fourfold.recipe import Problem, RecipeError
 
 RECORD = "texts.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
-BATCH = 1024  # texts that are encoded together
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # either one
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,8 +64,11 @@ def tokenize_texts(
         _check_unchanged(record, texts, tokenizer_name)
     check_vocabulary(entries_of(tokenizer_name), tokenizer_name, vocab_size)  # before one is trained for nothing
     missing = [text for text in texts if not (folder / f"{text.label}.idx").exists()]
-    read = {text.label: _read(text) for text in missing}
-    kept = next((folder / name for name in TOKENIZER_FILES if (folder / name).exists()), file)
+    for text in missing:  # the first document of each, lest something be written when one has none
+        next(_read(text, Skips()))
+    kept = file
+    if record is not None:  # without one, a tokenizer in the folder is not known to be the one of this name
+        kept = next((folder / name for name in TOKENIZER_FILES if (folder / name).exists()), file)
     if kept is None and record is not None and tokenizer_name != "bytes":
         rule = f"holds tokens of this run, but not their tokenizer ({' or '.join(TOKENIZER_FILES)})"
         raise RecipeError([Problem("output.dir", str(folder), rule)])
@@ -75,7 +76,7 @@ def tokenize_texts(
         if kept is not None:
             tokenizer = open_tokenizer(str(kept), called=tokenizer_name)
         else:
-            learned_from = chain.from_iterable(read[text.label][0] for text in missing if text.trained_on)
+            learned_from = chain.from_iterable(_read(text, Skips()) for text in missing if text.trained_on)
             tokenizer = open_tokenizer(tokenizer_name, learned_from)
     check_vocabulary(tokenizer.vocab_size, tokenizer_name, vocab_size)
     approve(tokenizer)
@@ -84,15 +85,19 @@ def tokenize_texts(
         sources = (record.texts if record is not None else {}) | {text.label: text.source for text in texts}
         new_record = Record(tokenizer=tokenizer_name, texts=sources)
         write_atomically(folder / RECORD, msgspec.json.format(msgspec.json.encode(new_record)))
+        for left in folder.glob(f"*{PARTIAL}"):  # by a process that was killed
+            left.unlink(missing_ok=True)
         for text in missing:
-            _write(folder / text.label, *read.pop(text.label), tokenizer)
+            _write(folder / text.label, text, tokenizer)
     return tokenizer
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Keeps a tokenizer's files in the folder of a run's tokens; RecipeError if they cannot be written."""
+    """Keeps a tokenizer's files, and no other's, in the folder of a run's tokens; RecipeError if the disk refuses."""
     with writing_problems(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        for name in {*TOKENIZER_FILES, "tokenizer_config.json"} - tokenizer.files.keys():
+            (folder / name).unlink(missing_ok=True)
         tokenizer.save(folder)
 
 
@@ -146,21 +151,22 @@ def check_vocabulary(num_entries: int, tokenizer_name: str, vocab_size: int) -> 
         raise RecipeError([Problem("model.vocab_size", vocab_size, rule, (num_entries,))])
 
 
-def _read(text: Entry) -> tuple[list[str], list[Path]]:
+def _read(text: Entry, skips: Skips) -> Iterator[str]:
     try:
-        return read_texts(text.source)
+        yield from read_texts(text.source, skips)
     except InputError as error:
         rule = error.rule if error.where == text.source else str(error)
         raise RecipeError([Problem(text.key, text.source, rule)]) from None
 
 
-def _write(prefix: Path, texts: list[str], not_text: list[Path], tokenizer: Tokenizer) -> None:
+def _write(prefix: Path, text: Entry, tokenizer: Tokenizer) -> None:
+    skips, num_bytes = Skips(), 0
     with TokenFileWriter(prefix, tokenizer.id, tokenizer.vocab_size) as writer:
-        for first in range(0, len(texts), BATCH):
+        for documents in batches(_read(text, skips)):
             with tokenizer_problems(tokenizer.name):
-                encoded = tokenizer.encode_batch(texts[first : first + BATCH])
+                encoded = tokenizer.encode_batch(documents)
             writer.write([ids for ids in encoded if len(ids)])
+            num_bytes += sum(len(document.encode()) for document in documents)
         if not writer.num_tokens:
             raise RecipeError([Problem("data.tokenizer", tokenizer.name, "finds no token in the text")])
-        skipped = [Skipped(reason=NOT_TEXT, count=len(not_text), first=str(not_text[0]))] if not_text else []
-        writer.finish(input_bytes=sum(len(text.encode()) for text in texts), skipped=skipped)
+        writer.finish(input_bytes=num_bytes, skipped=skips.found())

@@ -83,17 +83,35 @@ def finished(prefix: Path) -> Sidecar | None:
         return None
 
 
-def num_unfinished(folder: Path) -> tuple[int, int]:
-    """(Token files in ``folder`` that `fourfold data tokenize` has not finished, those that it makes); 0, 0 if it made
-    none.
+def missing_files(path: Path, prefixes: Sequence[Path]) -> list[TokenFileError]:
+    """What is not in a folder of token files, and should be; of another path, nothing.
 
-    Raises:
-        InputError: the folder's record cannot be read.
+    That is what `fourfold data tokenize` has not finished there, or else files of which only a sidecar is left. What is
+    there and damaged is found by opening it.
+
+    Args:
+        path: of the folder.
+        prefixes: what is there.
     """
-    record = read_record(folder) if (folder / RECORD).exists() else None
-    if record is None:
-        return 0, 0
-    return sum(finished(shard_prefix(folder, n)) is None for n in range(record.shards)), record.shards
+    record_path = path / RECORD
+    if record_path.exists():
+        try:
+            record = _decode(record_path)
+        except InputError as error:
+            return [TokenFileError(record_path, 0, error.rule)]
+        made = (shard_prefix(path, number) for number in range(record.shards))
+        left = sum(not prefix.with_suffix(".idx").exists() and finished(prefix) is None for prefix in made)
+        if left or not prefixes:
+            what = f"{left} of its {record.shards} token files are not finished" if left else "it holds no token file"
+            return [TokenFileError(record_path, 0, f"{what}: run the same `fourfold data tokenize` again")]
+    problems: list[TokenFileError] = []
+    for prefix in sorted({file.with_suffix("") for file in path.glob("*.json")} - {*prefixes}):
+        try:
+            if (sidecar := read_sidecar(prefix)) is not None and sidecar.documents:
+                TokenFile(prefix)
+        except TokenFileError as error:
+            problems.append(error)
+    return problems
 
 
 def read_record(folder: Path) -> Record | None:
@@ -107,6 +125,10 @@ def read_record(folder: Path) -> Record | None:
         return None
     if not path.exists():
         raise InputError(str(folder), f"holds token files, but no {RECORD} that says what they are made of")
+    return _decode(path)
+
+
+def _decode(path: Path) -> Record:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Record)
     except (OSError, msgspec.MsgspecError) as error:

@@ -62,12 +62,19 @@ def sidecar_path(prefix: Path) -> Path:
 def read_sidecar(prefix: Path) -> Sidecar | None:
     """The sidecar of a token file; None if there is none, or a file of that name that is not ours.
 
+    Others' files may be anything and of any size: JSON lines that the tokens were made of, say. Of those only the
+    beginning is read, for ours say there that they are ours.
+
     Raises:
         TokenFileError: it is ours and damaged, or of a later version.
     """
     path = sidecar_path(prefix)
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            head = file.read(64)
+            if FORMAT.encode() not in head:
+                return None
+            data = head + file.read()
     except FileNotFoundError:
         return None
     except OSError as error:

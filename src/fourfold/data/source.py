@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -61,8 +62,8 @@ class TokenSource:
             TokenFileError: a token is not in the vocabulary.
         """
         pieces = []
-        first_file = int(np.searchsorted(self._starts, start, side="right")) - 1
-        for file, begin in zip(self._files[first_file:], self._starts[first_file:], strict=False):
+        for number in range(bisect_right(self._starts, start) - 1, len(self._files)):
+            file, begin = self._files[number], self._starts[number]
             first, stop = max(start - begin, 0), min(start + count - begin, file.num_tokens)
             if first < stop:
                 pieces.append(self._read_file(file, first, stop))

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.data.check import CheckReport, check_files
-from fourfold.data.documents import InputError
+from fourfold.data.check import CheckReport, check_files, open_prefixes
 from fourfold.data.entries import Entry, find_entries
 from fourfold.data.fingerprint import compare, fingerprint
-from fourfold.data.indexed import TokenFile, TokenFileError
+from fourfold.data.indexed import TokenFile
 from fourfold.data.mixture import Mixture
-from fourfold.data.shards import num_unfinished
+from fourfold.data.shards import missing_files
 from fourfold.data.sidecar import Skipped, read_sidecar
 from fourfold.data.source import TokenSource
 from fourfold.data.stream import Stream
@@ -107,6 +106,7 @@ def prepare_sources(
     entries = [*training, *validation]
     weights = tuple(source.weight for source in data.mix) or (1.0,)
     Mixture(weights)  # refuses weights that it cannot keep
+    _check_finished(entries)
     tokenizer = settle_tokenizer(data.tokenizer, entries, folder / "tokens", vocab_size=vocab_size)
     files = {entry: _open(entry, folder / "tokens") for entry in entries}
     for entry in training:
@@ -135,37 +135,21 @@ def prepare_sources(
 
 
 def _open(entry: Entry, tokens: Path) -> list[TokenFile]:
-    files, problems = [], []
-    for prefix in entry.prefixes or (tokens / entry.label,):
-        try:
-            files.append(TokenFile(prefix))
-        except TokenFileError as error:
-            problems.append(error)
-    problems += _lost(entry)
+    files, problems = open_prefixes(entry.prefixes or (tokens / entry.label,))
     if problems:
         raise RecipeError([Problem(entry.key, entry.source, str(error)) for error in problems])
     return files
 
 
-def _lost(entry: Entry) -> list[TokenFileError]:
-    """Token files of a folder that were never finished, or of which only a sidecar is left that speaks of tokens."""
-    problems: list[TokenFileError] = []
-    if entry.is_text or not Path(entry.source).is_dir():
-        return problems
-    try:
-        unfinished, number = num_unfinished(Path(entry.source))
-    except InputError as error:
-        raise RecipeError([Problem(entry.key, entry.source, str(error))]) from None
-    if unfinished:
-        rule = f"{unfinished} of its {number} token files are not finished: run the same `fourfold data tokenize` again"
-        raise RecipeError([Problem(entry.key, entry.source, rule)])
-    for prefix in sorted({path.with_suffix("") for path in Path(entry.source).glob("*.json")} - {*entry.prefixes}):
-        try:
-            if (sidecar := read_sidecar(prefix)) is not None and sidecar.documents:
-                TokenFile(prefix)
-        except TokenFileError as error:
-            problems.append(error)
-    return problems
+def _check_finished(entries: Sequence[Entry]) -> None:
+    """Refuses folders of token files that are not all there. Without any, what is beside them would pass for text."""
+    problems = [
+        Problem(entry.key, entry.source, str(error))
+        for entry in entries
+        for error in missing_files(Path(entry.source), entry.prefixes)
+    ]
+    if problems:
+        raise RecipeError(problems)
 
 
 def _check_length(entry: Entry, files: Sequence[TokenFile], seq_len: int) -> None:

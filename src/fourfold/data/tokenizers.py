@@ -237,7 +237,8 @@ def _find_eos(vocabulary: Mapping[str, int], files: Mapping[str, bytes]) -> int 
     except ValueError:
         said = None
     said = said.get("content") if isinstance(said, dict) else said
-    return next((vocabulary[name] for name in (said, *END_NAMES) if name in vocabulary), None)
+    names = (said, *END_NAMES) if isinstance(said, str) else END_NAMES
+    return next((vocabulary[name] for name in names if name in vocabulary), None)
 
 
 def _train_bpe(name: str, size: str, texts: Iterable[str]) -> bytes:

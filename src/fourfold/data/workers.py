@@ -11,7 +11,7 @@ import os
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -20,13 +20,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.data.documents import DocumentReader, InputError, Skips
+from fourfold.data.documents import DocumentReader, InputError, Skips, batches
 from fourfold.data.shards import Record, Shard, shard_prefix
 from fourfold.data.sidecar import Sidecar
 from fourfold.data.tokenizers import Tokenizer, TokenizerError, open_tokenizer
 from fourfold.data.writer import TokenFileWriter
 
-BATCH_CHARACTERS, BATCH_DOCUMENTS = 2**20, 1024  # handed to the tokenizer at once
 NO_TOKEN = "without a token"  # a reason for which a document is skipped
 
 
@@ -165,7 +164,7 @@ def make_shard(
         for part in shard:
             reader = DocumentReader(part, skips=skips, field=record.field, skip_bad=record.skip_bad)
             position = 0
-            for texts in _batches(reader):
+            for texts in batches(reader):
                 documents, before = [], writer.num_tokens
                 for document in tokenizer.encode_batch(texts):
                     if len(document):
@@ -187,16 +186,3 @@ def open_saved(folder: Path, record: Record) -> Tokenizer:
     if tokenizer.sha256 != record.tokenizer.sha256:
         raise InputError(name, "is not the tokenizer that the token files beside it were made with")
     return tokenizer
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if characters >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from fourfold.model import fill, huggingface
 from fourfold.parallel import WeightSource, connect
 from fourfold.recipe import Problem, RecipeError, RunPlan, check, load
 from fourfold.trainer import runs
-from fourfold.trainer.checkpoint import CheckpointError, find_checkpoint, is_checkpoint, open_weights
+from fourfold.trainer.checkpoint import Checkpoint, CheckpointError, find_checkpoint, is_checkpoint, open_weights
 from fourfold.trainer.export import export_checkpoint
 from fourfold.trainer.loop import Outcome, train
 from fourfold.trainer.prepare import Prepared, clear, made_a_step, prepare
@@ -54,8 +56,13 @@ def run(plan: RunPlan, recipe_file: Path, overrides: Sequence[str], *, resume: b
         return _join(plan, device, resume=resume)
     if device == "cuda":
         _check_gpus(plan, torch.cuda.device_count())
-        return launch_elastic(plan.grid.size, recipe_file, overrides, device, resume=resume)
+        return launch_elastic(plan, recipe_file, overrides, device, resume=resume)
     weights = initial_weights(plan)  # here and not on each rank: the ranks share this process's memory
+    with _ended_by_sigterm():
+        return _run_forked(plan, weights, resume=resume)
+
+
+def _run_forked(plan: RunPlan, weights: WeightSource, *, resume: bool) -> int:
     prepared = prepare(plan, weights_from=describe_weights(plan), resume=resume)
     timeouts = plan.recipe.timeouts
     with _answering_for(prepared) as ending:
@@ -71,8 +78,22 @@ def run(plan: RunPlan, recipe_file: Path, overrides: Sequence[str], *, resume: b
         return ending(outcomes[0])
 
 
+@contextmanager
+def _ended_by_sigterm() -> Generator[None]:
+    """While there are no ranks to be asked to stop, SIGTERM ends this process as an exception: it cleans up."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    former = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
 def launch_elastic(
-    num_ranks: int, recipe_file: Path, overrides: Sequence[str], device: str, *, resume: bool = False
+    plan: RunPlan, recipe_file: Path, overrides: Sequence[str], device: str, *, resume: bool = False
 ) -> int:
     """Starts the ranks through PyTorch's elastic launcher: CUDA does not survive a fork.
 
@@ -85,11 +106,12 @@ def launch_elastic(
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=num_ranks,
+        nproc_per_node=plan.grid.size,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         run_id=uuid4().hex,
         max_restarts=0,
+        shutdown_timeout=math.ceil(plan.recipe.timeouts.grace),
     )
     try:
         codes = elastic_launch(config, _elastic_rank)(recipe_file, list(overrides), device, resume)
@@ -101,7 +123,11 @@ def launch_elastic(
             rank, message = message["extraInfo"].get("rank", rank), message["extraInfo"]["py_callstack"]
         raise RankFailure(rank, f"rank {rank} failed\n{message}") from None
     except SignalException as stop:
-        return 128 + stop.sigval
+        directory = Path(plan.recipe.output.dir)
+        name = runs.name_of_job(directory, config.run_id)
+        # Rank 0 writes "stopped" when all is saved, and nothing if it was killed before.
+        stopped = name is not None and runs.summarize_run(directory / name).state == "stopped"
+        return 0 if stopped and stop.sigval == signal.SIGTERM else 128 + stop.sigval
     return max(codes.values())
 
 
@@ -111,15 +137,20 @@ def _answering_for(prepared: Prepared) -> Generator[Callable[..., int]]:
 
     Yields a function to be called with how the ranks ended, which returns the exit code.
     """
+    saved = False
 
     def ending(outcome: Outcome | None, stopped_by: int = 0, *, killed: bool = False) -> int:
-        stopped_by = stopped_by or (outcome.stopped_by if outcome is not None else 0)
-        if not stopped_by:
-            _export(prepared, again=outcome is not None and outcome.last is not None)
+        nonlocal saved
+        saved = outcome is not None and outcome.saved
+        # A signal may have come when the last step was done: then the ranks do not know of it.
+        if outcome is not None:
+            stopped_by = stopped_by or outcome.stopped_by
+            outcome = replace(outcome, stopped_by=stopped_by)
+            if not stopped_by:
+                _export(prepared, outcome)
         summarize(prepared, outcome, killed=killed)
         name = f"by {signal.Signals(stopped_by).name}" if stopped_by else None
         runs.end(prepared.folder, "stopped" if stopped_by else "finished", name)
-        saved = outcome is not None and outcome.saved
         return 0 if not stopped_by or (stopped_by == signal.SIGTERM and saved) else 128 + stopped_by
 
     try:
@@ -127,20 +158,28 @@ def _answering_for(prepared: Prepared) -> Generator[Callable[..., int]]:
     except KeyboardInterrupt:  # while the model was written: that is made up for when the run is resumed
         runs.end(prepared.folder, "stopped", "by SIGINT")
         raise
+    except SystemExit as stop:  # the same, by SIGTERM
+        runs.end(prepared.folder, "stopped", "by SIGTERM")
+        raise SystemExit(0 if saved else stop.code) from None
     except BaseException as error:
         runs.end(prepared.folder, "failed", str(error))
         raise
     finally:
-        clear(prepared.folder)
+        clear(prepared)
 
 
-def _export(prepared: Prepared, *, again: bool) -> None:
+def _export(prepared: Prepared, outcome: Outcome) -> None:
     """Writes the finished model. One of an earlier end of this run stays only if training did not go on."""
     model = prepared.folder / "model"
-    if model.exists() and not again:
+    if model.exists() and outcome.last is None:
         return
     shutil.rmtree(model, ignore_errors=True)
-    export_checkpoint(prepared.store.complete()[-1], model)
+    export_checkpoint(_checkpoint_of(prepared, outcome), model)
+
+
+def _checkpoint_of(prepared: Prepared, outcome: Outcome) -> Checkpoint:
+    """Where the run ended. A later one may be there, damaged, that was passed over when the run was resumed."""
+    return next(c for c in reversed(prepared.store.complete()) if c.step == outcome.state.step)
 
 
 def summarize(prepared: Prepared, outcome: Outcome | None, *, killed: bool = False) -> None:
@@ -149,7 +188,9 @@ def summarize(prepared: Prepared, outcome: Outcome | None, *, killed: bool = Fal
     if outcome is None or outcome.state.step == 0:
         why = "The ranks were killed" if killed else "Stopped before the first step"
         kept = f" Metrics: {prepared.folder / 'metrics.jsonl'}" if made_a_step(prepared.folder) else ""
-        console.print(f"\n{why}; nothing was saved.{kept}")
+        complete = prepared.store.complete()
+        saved = f"the newest checkpoint is {complete[-1].path}" if complete else "nothing was saved"
+        console.print(f"\n{why}; {saved}.{kept}")
         return
     steps, entropy, last = prepared.plan.recipe.train.steps, prepared.data.unigram_entropy, outcome.last
     how = "Stopped" if outcome.stopped_by else "Finished"
@@ -167,7 +208,7 @@ def summarize(prepared: Prepared, outcome: Outcome | None, *, killed: bool = Fal
             known = f", {abs(entropy - last.loss):.2f} nats {relation} the unigram entropy {entropy:.3f}."
         lines.append(f"Last loss {last.loss:.4f}{known}")
     lines.append(f"Metrics:    {prepared.folder / 'metrics.jsonl'}")
-    lines.append(f"Checkpoint: {prepared.store.complete()[-1].path}")
+    lines.append(f"Checkpoint: {_checkpoint_of(prepared, outcome).path}")
     if outcome.stopped_by:
         lines.append(f"Go on with: fourfold train {prepared.folder / 'recipe.toml'} --resume")
     else:
@@ -262,9 +303,8 @@ def _join(plan: RunPlan, device_type: str, *, resume: bool) -> int:
     prepared = _prepare_for_all(plan, resume=resume)
     with _answering_for(prepared) as ending:
         outcome = _train(prepared, weights, device)
-        code = ending(outcome)
-    _leave()
-    return code
+        _leave()  # nobody waits for the export, which may take longer than a collective may
+        return ending(outcome)
 
 
 def _elastic_store() -> dict[str, Any]:
@@ -287,7 +327,8 @@ def _prepare_for_all(plan: RunPlan, *, resume: bool) -> Prepared:
     """Rank 0 prepares the run, and tells the others, also what is wrong: or they would wait for ever."""
     shared: list[Any] = [None, None]
     try:
-        shared[0] = prepare(_named(plan), weights_from=describe_weights(plan), resume=resume or _restarted())
+        begun = _begun_before(plan)
+        shared[0] = prepare(begun or plan, weights_from=describe_weights(plan), resume=resume or begun is not None)
     except RecipeError as error:
         shared[1] = error.problems
         raise
@@ -310,12 +351,15 @@ def _leave() -> None:
     dist.destroy_process_group()
 
 
-def _named(plan: RunPlan) -> RunPlan:
-    """After an elastic restart the run has the name that this job has given it: that in the recipe may be another's."""
-    output = plan.recipe.output
-    name = runs.name_of_job(Path(output.dir), os.environ.get("TORCHELASTIC_RUN_ID")) if _restarted() else None
+def _begun_before(plan: RunPlan) -> RunPlan | None:
+    """After an elastic restart the plan under the name that this job has given its run; None if there is none yet.
+
+    The name in the recipe may be that of another run, which is not to be touched.
+    """
+    output, job = plan.recipe.output, runs.job_id()
+    name = runs.name_of_job(Path(output.dir), job) if _restarted() and job is not None else None
     if name is None:
-        return plan
+        return None
     return check(msgspec.structs.replace(plan.recipe, output=msgspec.structs.replace(output, name=name)))
 
 

@@ -19,7 +19,7 @@ from fourfold.trainer.checkpoint import CheckpointError, Saver, TrainState, load
 from fourfold.trainer.garbage import Garbage
 from fourfold.trainer.meter import Meter
 from fourfold.trainer.metrics import Reporter, StepMetrics, ValidationMetrics, cut_action_log, write_action_log
-from fourfold.trainer.nonfinite import NonFinitePolicy, find_non_finite
+from fourfold.trainer.nonfinite import NonFiniteError, NonFinitePolicy, find_non_finite
 from fourfold.trainer.optimizer import learning_rate, make_optimizer
 from fourfold.trainer.prepare import Prepared
 from fourfold.trainer.sinks import open_sinks
@@ -167,7 +167,13 @@ class Trainer:
     def _refuse(self, micro_batches: list[MicroBatch], phase: Phase, loss: float, norm: float) -> None:
         """Leaves a step out, or raises, as the policy says; the same on all ranks."""
         cause = find_non_finite(self.model, micro_batches, schedule=phase.schedule)
-        line = self._policy.refuse(self.state.step + 1, loss, norm, cause.describe(self.groups.grid))
+        try:
+            line = self._policy.refuse(self.state.step + 1, loss, norm, cause.describe(self.groups.grid))
+        except NonFiniteError:
+            # All ranks are here. What is being saved is of before, and good: rank 0 publishes it last.
+            self._saver.wait()
+            self.groups.barrier()
+            raise
         if self.groups.rank == 0:
             print(line, flush=True)
 
@@ -224,7 +230,7 @@ class Trainer:
 
 
 def _reporter(run: Prepared, groups: Groups, resume_step: int) -> Reporter:
-    cut_action_log(run.folder, groups.rank, resume_step)
+    cut_action_log(run.folder, groups.rank, groups.grid.size, resume_step)
     recipe, reports = run.plan.recipe, groups.rank == 0
     sinks = open_sinks(run.folder, recipe, resume_step=resume_step) if reports else []
     folder: Path | None = run.folder if reports else None

@@ -179,9 +179,14 @@ def write_action_log(folder: Path, rank: int, step: int, log: Sequence[LoggedAct
             file.write(json.dumps(line) + "\n")
 
 
-def cut_action_log(folder: Path, rank: int, step: int) -> None:
-    """Removes from one rank's action log what it holds of steps after ``step``: after a resume they come again."""
-    cut_after(_action_log(folder, rank), step)
+def cut_action_log(folder: Path, rank: int, num_ranks: int, step: int) -> None:
+    """Removes from one rank's action log what it holds of steps after ``step``: after a resume they come again.
+
+    Logs of ranks that an earlier layout had, beyond the ``num_ranks`` of today, are cut by one of these.
+    """
+    for log in sorted((folder / "actions").glob("rank-*.jsonl")):
+        if int(log.stem.removeprefix("rank-")) % num_ranks == rank:
+            cut_after(log, step)
 
 
 def _action_log(folder: Path, rank: int) -> Path:

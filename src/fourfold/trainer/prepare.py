@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -35,12 +37,14 @@ class Prepared:
         plan: of the run.
         data: where the tokens are.
         folder: of the run.
+        new: whether the folder was made for it just now.
         resumes: whether training goes on from a checkpoint.
     """
 
     plan: RunPlan
     data: sources.Prepared
     folder: Path
+    new: bool
     resumes: bool
 
     @property
@@ -78,17 +82,18 @@ def prepare(plan: RunPlan, *, weights_from: str, resume: bool) -> Prepared:
                 seq_len=longest,
                 progress=lambda name, done, total: bar.update(done, total, name),
             )
-        prepared = Prepared(plan, data, folder, resumes)
+        prepared = Prepared(plan, data, folder, new, resumes)
         if resumes:
             changes += _data_changes(prepared)
-        (folder / "recipe.toml").write_text(_recipe_of(folder, plan), encoding="utf-8")
+        _replace(folder / "recipe.toml", _recipe_of(folder, plan))
         runs.begin(folder, plan)
         _say(prepared, weights_from, changes)
     except BaseException as error:
         if new:
             shutil.rmtree(folder, ignore_errors=True)
         if first:
-            parent.rmdir()
+            with suppress(OSError):  # another run may have begun in it
+                parent.rmdir()
         if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
             raise
         raise _cannot_write(recipe.output.dir, error) from None
@@ -105,10 +110,20 @@ def _folder(parent: Path, name: str, *, resume: bool) -> tuple[Path, bool]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _cannot_write(str(parent), error) from None
-    if not new and (told := runs.summarize_run(folder)).state == "running":
-        rule = f"is running already, as process {told.pid} on {told.host}; two would overwrite each other's files"
-        raise RecipeError([Problem("output.name", name, rule)])
+    if not new:
+        _refuse_if_running(folder)
     return folder, new
+
+
+def _refuse_if_running(folder: Path) -> None:
+    told, here = runs.summarize_run(folder), socket.gethostname()
+    # A job that was started again, on another machine since one has failed, has no other process that trains.
+    if told.state != "running" or (told.host != here and runs.belongs_to(folder, runs.job_id())):
+        return
+    rule = f"is running already, as process {told.pid} on {told.host}; two would overwrite each other's files"
+    if told.host != here:
+        rule += f". If that machine has failed, remove {folder / 'run.json'}"
+    raise RecipeError([Problem("output.name", folder.name, rule)])
 
 
 def new_folder(parent: Path, name: str) -> Path:
@@ -144,6 +159,13 @@ def _has_checkpoints(place: str, *, resume: bool) -> bool:
         rule = f"holds checkpoints of another run, up to step {complete[-1].step}; go on with it by --resume"
         raise RecipeError([Problem("checkpoint.dir", place, rule)])
     return bool(complete)
+
+
+def _replace(file: Path, text: str) -> None:
+    """A reader finds the former text or the new one, whole: it may be the only copy of a run's recipe."""
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(file)
 
 
 def _recipe_of(folder: Path, plan: RunPlan) -> str:
@@ -193,11 +215,14 @@ def _say(prepared: Prepared, weights_from: str, changes: list[str]) -> None:
     console.print("\n".join(lines))
 
 
-def clear(folder: Path) -> None:
-    """What a run that did not end well leaves is no half model, and no folder if it made no step."""
-    shutil.rmtree(partial_folder(folder / "model"), ignore_errors=True)
-    if not made_a_step(folder):
-        shutil.rmtree(folder, ignore_errors=True)
+def clear(prepared: Prepared) -> None:
+    """What a run that did not end well leaves is no half model, and no folder if it made no step.
+
+    A folder that was there before is never removed: it holds checkpoints, or is not a run's at all.
+    """
+    shutil.rmtree(partial_folder(prepared.folder / "model"), ignore_errors=True)
+    if prepared.new and not made_a_step(prepared.folder):
+        shutil.rmtree(prepared.folder, ignore_errors=True)
 
 
 def made_a_step(folder: Path) -> bool:

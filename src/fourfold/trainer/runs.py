@@ -64,7 +64,7 @@ def begin(folder: Path, plan: RunPlan) -> None:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "pid_started": _process_start(os.getpid()),
-            "job_id": os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID"),
+            "job_id": job_id(),
             "steps": plan.recipe.train.steps,
             "world": grid.size,
             "layout": {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp},
@@ -79,11 +79,28 @@ def end(folder: Path, state: Literal["finished", "stopped", "failed"], message: 
     _write(folder, {**_read_object(folder / _FILE), "state": state, "message": message, "ended": _now()})
 
 
-def name_of_job(directory: Path, job_id: str | None) -> str | None:
+def job_id() -> str | None:
+    """The job that this process belongs to, the same after each of its restarts; None if nobody says.
+
+    torchrun calls every job "none" that is given no --rdzv-id. Its launcher outlives the restarts, so that stands for
+    the job.
+    """
+    job = os.environ.get("TORCHELASTIC_RUN_ID")
+    if job == "none":
+        return f"{socket.gethostname()}-{os.getppid()}-{_process_start(os.getppid())}"
+    return job or os.environ.get("SLURM_JOB_ID")
+
+
+def name_of_job(directory: Path, job: str) -> str | None:
     """The name of the run in a folder that was last begun by the job, or None if there is none."""
     found = [(folder.stat().st_mtime, folder.parent.name) for folder in directory.glob(f"*/{_FILE}")]
-    mine = [(at, name) for at, name in found if _read_object(directory / name / _FILE).get("job_id") == job_id]
+    mine = [(at, name) for at, name in found if _read_object(directory / name / _FILE).get("job_id") == job]
     return max(mine)[1] if mine else None
+
+
+def belongs_to(folder: Path, job: str | None) -> bool:
+    """Whether a run was last begun by the job, on whatever machine."""
+    return job is not None and _read_object(folder / _FILE).get("job_id") == job
 
 
 def list_runs(directory: Path) -> list[RunSummary]:
