@@ -227,6 +227,29 @@ def test_token_files_of_other_tools(tmp_path: Path) -> None:
     assert prepare(tmp_path, source=str(shards[0]), verify=False).unigram_entropy is None
 
 
+def test_what_was_checked_is_not_read_again_until_it_changes(tmp_path: Path) -> None:
+    prefix = write_token_file(tmp_path / "tokens", [[1, 2, 3, 4, 5], [6]])
+    read: list[str] = []
+
+    def look(**settings: Any) -> Prepared:
+        read.clear()
+        section: Data = from_table({"data": {"source": str(prefix)}}).data
+        run, told = tmp_path / "run", lambda name, done, total: read.append(name)
+        return prepare_sources(section, run, **{"vocab_size": 300, "seq_len": 4, "progress": told, **settings})
+
+    first = look()
+    assert read
+    again = look()
+    assert not read
+    assert (again.notes, again.unigram_entropy) == (first.notes, first.unigram_entropy)
+    assert again.notes
+    with pytest.raises(RecipeError, match="token 4, in document 0, is 5"):
+        look(vocab_size=5)
+    os.utime(prefix.with_suffix(".bin"))
+    look()
+    assert read
+
+
 def test_faults_of_token_files_are_all_named_by_file_and_byte(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     write_token_file(folder / "a", [[1, 2], [3, 300]])

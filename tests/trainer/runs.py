@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+import fourfold.trainer.launch
 from fourfold import cli
 
 RECIPE = """

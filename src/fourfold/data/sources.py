@@ -8,10 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from fourfold.data.check import CheckReport, check_files, open_prefixes
 from fourfold.data.entries import Entry, find_entries
+from fourfold.data.findings import Findings, looked_at, read_findings, write_findings
 from fourfold.data.fingerprint import compare, fingerprint
 from fourfold.data.indexed import TokenFile
 from fourfold.data.mixture import Mixture
@@ -111,12 +113,7 @@ def prepare_sources(
     files = {entry: _open(entry, folder / "tokens") for entry in entries}
     for entry in training:
         _check_length(entry, files[entry], seq_len)
-    reports = {}
-    for entry in entries:
-        if data.verify or entry.is_text:
-            told = partial(progress, entry.name)
-            reports[entry] = check_files(files[entry], vocab_size, seq_len, told)
-    _refuse(reports)
+    found = _look(data, folder / "tokens", files, weights, vocab_size, seq_len, progress)
     return Prepared(
         data=data,
         row_length=seq_len,
@@ -126,12 +123,49 @@ def prepare_sources(
         validation=tuple(_token_set(entry, files[entry]) for entry in validation),
         vocab_size=tokenizer.vocab_size if tokenizer else None,
         tokenizer_files=tuple((folder / "tokens" / name).absolute() for name in tokenizer.files) if tokenizer else (),
-        unigram_entropy=_entropy([reports.get(entry) for entry in training], weights),
-        notes=(*_skipped(files), *_long(reports, seq_len)),
+        unigram_entropy=found.unigram_entropy,
+        notes=found.notes,
         fingerprint=fingerprint(
             {entry.name: files[entry] for entry in training}, weights, row_length=seq_len, seed=data.seed
         ),
     )
+
+
+def _look(
+    data: Data,
+    tokens: Path,
+    files: Mapping[Entry, Sequence[TokenFile]],
+    weights: tuple[float, ...],
+    vocab_size: int,
+    seq_len: int,
+    progress: Callable[[str, int, int], None],
+) -> Findings:
+    """Reads all tokens through, unless an earlier start of this run has, and they have not changed since."""
+    looked = {entry: its_files for entry, its_files in files.items() if data.verify or entry.is_text}
+    found = Findings(
+        files=looked_at(file for its_files in looked.values() for file in its_files),
+        weights=weights,
+        vocab_size=vocab_size,
+        row_length=seq_len,
+        unigram_entropy=None,
+        notes=(),
+    )
+    before = read_findings(tokens)
+    if before is not None and before.same_input(found):
+        return before
+    reports = {
+        entry: check_files(its_files, vocab_size, seq_len, partial(progress, entry.name))
+        for entry, its_files in looked.items()
+    }
+    _refuse(reports)
+    training = [reports.get(entry) for entry in files][: len(weights)]
+    found = msgspec.structs.replace(
+        found,
+        unigram_entropy=_entropy(training, weights),
+        notes=(*_skipped(files), *_long(reports, seq_len)),
+    )
+    write_findings(tokens, found)
+    return found
 
 
 def _open(entry: Entry, tokens: Path) -> list[TokenFile]:
