@@ -173,6 +173,25 @@ def test_ctrl_c_twice_kills(folder: Path) -> None:
     assert not (folder / "runs" / "tiny" / "model").exists()
 
 
+def test_sigterm_to_ranks_that_are_not_forked(folder: Path) -> None:
+    """As on the GPUs of one machine, which PyTorch's elastic launcher starts."""
+
+    def patch() -> None:
+        def run(plan: Any, recipe: Path, overrides: Any, *, resume: bool) -> int:
+            return launch.launch_elastic(plan, recipe, overrides, "cpu", resume=resume)
+
+        launch.run = run
+
+    args = [arg for s in ("layout.dp=2", *ENDLESS) for arg in ("--set", s)]
+    command = Command(folder, "train", "tiny.toml", *args, patch=patch)
+    command.wait_until(has_steps(folder / "runs" / "tiny", 2))
+    command.signal(signal.SIGTERM)
+    done = command.end()
+    assert done.code == 0, done.err
+    assert done.seconds < 20  # they do not wait for the launcher, which waits for them
+    assert "Checkpoint: runs/tiny/checkpoints/step-" in done.out
+
+
 def test_two_runs_of_one_name_at_a_time(folder: Path) -> None:
     commands = [Command(folder, "train", "tiny.toml", "--set", "layout.dp=2") for _ in range(2)]
     assert [command.end().code for command in commands] == [0, 0]

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -53,7 +54,7 @@ def run(plan: RunPlan, recipe_file: Path, overrides: Sequence[str], *, resume: b
     """
     device = _device_type(plan)
     if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
-        return _join(plan, device, resume=resume)
+        return _join(plan, device, resume=resume)[0]
     if device == "cuda":
         _check_gpus(plan, torch.cuda.device_count())
         return launch_elastic(plan, recipe_file, overrides, device, resume=resume)
@@ -275,10 +276,13 @@ def _train(prepared: Prepared, weights: WeightSource, device: torch.device) -> O
     return train(prepared, groups=groups, weights=weights, device=device)
 
 
-def _join(plan: RunPlan, device_type: str, *, resume: bool) -> int:
+def _join(plan: RunPlan, device_type: str, *, resume: bool) -> tuple[int, bool]:
     """One rank among those that torchrun, or PyTorch's elastic launcher, has started.
 
     After an elastic restart the run goes on from its newest good checkpoint, whether or not that was asked for.
+
+    Returns:
+        The exit code, and whether a signal has stopped the run.
     """
     torch.set_num_threads(1 if device_type == "cpu" else torch.get_num_threads())
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device_type == "cuda" else "cpu")
@@ -299,12 +303,12 @@ def _join(plan: RunPlan, device_type: str, *, resume: bool) -> int:
         prepared = _receive()
         outcome = _train(prepared, weights, device)
         _leave()
-        return 128 + outcome.stopped_by if outcome.stopped_by and not outcome.saved else 0
+        return (128 + outcome.stopped_by if outcome.stopped_by and not outcome.saved else 0), bool(outcome.stopped_by)
     prepared = _prepare_for_all(plan, resume=resume)
     with _answering_for(prepared) as ending:
         outcome = _train(prepared, weights, device)
         _leave()  # nobody waits for the export, which may take longer than a collective may
-        return ending(outcome)
+        return ending(outcome), bool(outcome.stopped_by)
 
 
 def _elastic_store() -> dict[str, Any]:
@@ -370,7 +374,14 @@ def _restarted() -> bool:
 
 @record
 def _elastic_rank(recipe_file: Path, overrides: list[str], device: str, resume: bool) -> int:
-    return _join(check(load(recipe_file, overrides)), device, resume=resume)
+    code, stopped = _join(check(load(recipe_file, overrides)), device, resume=resume)
+    if stopped:
+        # A launcher that was told to stop waits for the end of this process and takes no result any more, for which
+        # PyTorch would have this process wait: both until the launcher kills.
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    return code
 
 
 def _device_type(plan: RunPlan) -> str:
