@@ -19,8 +19,8 @@ from fourfold.trainer import export
 from fourfold.trainer.checkpoint import Checkpoint, CheckpointStore, find_checkpoint
 from fourfold.trainer.checkpoint import tensors as tensors_module
 from fourfold.trainer.export import export_checkpoint, import_model, parse_size
-from fourfold.trainer.launch import initial_weights
 from fourfold.trainer.ranks import fork_ranks
+from fourfold.trainer.weights import initial_weights
 from tests.parallel.harness import Case
 from tests.trainer.runs import fourfold
 from tests.trainer.saves import build, merge, plan_of, without_padding

@@ -21,7 +21,7 @@ from fourfold.data.sidecar import TokenizerId
 from fourfold.data.stream import Position
 from fourfold.data.writer import TokenFileWriter
 from fourfold.recipe import Phase
-from fourfold.trainer import launch, loop, prepare
+from fourfold.trainer import ending, join, launch, loop, prepare
 from fourfold.trainer.batches import Loader
 from tests.trainer.runs import Command, fourfold, has_steps, metrics, train, wait_until, write_recipe
 
@@ -43,7 +43,7 @@ def on_rank(rank: int, step: int, action: Callable[[], Any]) -> Callable[[], Non
         plain = Loader.micro_batches
 
         def micro_batches(self: Loader, position: Position, phase: Phase) -> Any:
-            if position.samples == step * phase.sequences and launch.dist.get_rank() == rank:
+            if position.samples == step * phase.sequences and join.dist.get_rank() == rank:
                 action()
             return plain(self, position, phase)
 
@@ -147,7 +147,7 @@ def test_a_signal_while_the_text_is_read(folder: Path, number: int, wanted: int)
 
 
 def test_ctrl_c_while_the_ranks_start(folder: Path) -> None:
-    code, out, _ = interrupted(folder, slow(launch, "connect", folder / "marker", seconds=20), signal.SIGINT)
+    code, out, _ = interrupted(folder, slow(join, "connect", folder / "marker", seconds=20), signal.SIGINT)
     assert code == 130
     assert out.endswith("Stopped before the first step; nothing was saved.\n")
     assert list((folder / "runs").iterdir()) == []
@@ -155,7 +155,7 @@ def test_ctrl_c_while_the_ranks_start(folder: Path) -> None:
 
 @pytest.mark.parametrize(("number", "wanted"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_signal_while_the_model_is_written_leaves_it_to_a_resume(folder: Path, number: int, wanted: int) -> None:
-    patch = slow(launch, "export_checkpoint", folder / "marker", seconds=20)
+    patch = slow(ending, "export_checkpoint", folder / "marker", seconds=20)
     code, _, _ = interrupted(folder, patch, number)
     assert code == wanted
     assert json.loads((folder / "runs" / "tiny" / "run.json").read_text())["state"] == "stopped"

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fourfold.trainer import launch
 from fourfold.trainer.batches import Loader
 from tests.trainer.runs import metrics, train, write_recipe
 
@@ -19,7 +18,7 @@ def test_a_loader_that_never_returns_ends_the_run_by_its_rank(tmp_path: Path) ->
 
         def micro_batches(self: Loader, *args: Any) -> Any:
             calls.append(args)
-            if len(calls) == 3 and launch.dist.get_rank() == 2:
+            if len(calls) == 3 and join.dist.get_rank() == 2:
                 time.sleep(1000)
             return plain(self, *args)
 

@@ -25,9 +25,9 @@ from fourfold.recipe import Recipe, RunPlan, check, load
 from fourfold.recipe.schema import Layout, Pipeline
 from fourfold.trainer import loop
 from fourfold.trainer.batches import Loader
-from fourfold.trainer.launch import initial_weights
 from fourfold.trainer.prepare import Prepared
 from fourfold.trainer.ranks import fork_ranks
+from fourfold.trainer.weights import initial_weights
 from tests.trainer.runs import has_steps, metrics, train, wait_until, write_recipe
 
 KEYS = {

@@ -217,7 +217,7 @@ class Train(Section, frozen=True, kw_only=True):
     """What happens when the loss or a gradient is not finite: the run stops and names the first module, or the step is
     left out."""
     max_skipped: int = 10
-    """More steps left out in a row stop the run."""
+    """More steps left out in a row stop the run; a resumed run counts from 0."""
     gc_every: int = 50
     """Python's garbage is collected after every so many steps, on all ranks in the same step, and at no other time."""
 
@@ -249,7 +249,7 @@ class Timeouts(Section, frozen=True, kw_only=True):
     collective: float = 1800.0
     """PyTorch ends a process whose collective takes longer: the last resort."""
     grace: float = 60.0
-    """After SIGTERM ranks have so long to finish their step and to save; then they are killed."""
+    """After SIGTERM ranks have so long to finish their step and its validation, and to save; then they are killed."""
 
 
 class Cluster(Section, frozen=True, kw_only=True):

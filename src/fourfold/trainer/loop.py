@@ -70,12 +70,14 @@ def train(run: Prepared, *, groups: Groups, weights: WeightSource, device: torch
             for result in trainer.validate():
                 reporter.report_validation(result)
             if recipe.checkpoint.every and number % recipe.checkpoint.every == 0:
+                reporter.sync()  # no checkpoint is ahead of its metrics, even if the machine loses power
                 trainer.save()
             with trainer.meter.part("garbage"):
                 garbage.step_ended(number)
             # All ranks stop after the same step, or none: whoever stopped alone would leave the others waiting.
             stopped_by = int(trainer.model.world_max([float(stop_request.signal)])[0])
         seconds = time.monotonic() - started
+        reporter.sync()
         trainer.save_last()
     tokens = trainer.state.tokens - began_at.tokens
     return Outcome(metrics, trainer.state, seconds, tokens, stopped_by, saved=trainer.state == trainer.saved)
@@ -222,11 +224,20 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written.
         """
-        if self.state.step > 0 and self.saved != self.state:
-            self.save()
-        self._saver.wait()
-        if (failure := self._saver.failure()) is not None:
+        if self.state.step == 0:
+            return
+        if self.saved == self.state and self._last_save_failed() is None:
+            return
+        self.save()
+        if (failure := self._last_save_failed()) is not None:
             raise CheckpointError(failure)
+
+    def _last_save_failed(self) -> str | None:
+        """Why the save that began last failed on this rank, or that it failed on another; the same wait for all."""
+        self._saver.wait()
+        failure = self._saver.failure()
+        (failed,) = self.model.world_max([float(failure is not None)])
+        return failure or ("another rank could not save" if failed else None)
 
 
 def _reporter(run: Prepared, groups: Groups, resume_step: int) -> Reporter:

@@ -113,6 +113,11 @@ class Reporter:
         for sink in self._sinks:
             sink.close()
 
+    def sync(self) -> None:
+        """Returns when what was reported is on the disk."""
+        for file in self._files.values():
+            file.sync()
+
     def report(self, metrics: StepMetrics) -> None:
         """Writes the numbers of one step."""
         if not self._files:

@@ -22,7 +22,7 @@ from fourfold.recipe.errors import show
 from fourfold.report.text import print_consequences
 from fourfold.report.tokens import ByteProgress
 from fourfold.trainer import runs
-from fourfold.trainer.checkpoint import CheckpointError, CheckpointStore
+from fourfold.trainer.checkpoint import CheckpointError, CheckpointStore, model_problems
 from fourfold.trainer.export import partial_folder
 from fourfold.trainer.sinks import check_sinks
 
@@ -70,6 +70,7 @@ def prepare(plan: RunPlan, *, weights_from: str, resume: bool) -> Prepared:
     first = not parent.exists()
     folder, new = _folder(parent, recipe.output.name, resume=resume)
     try:
+        runs.begin(folder, plan)  # first of all: from now on nobody else resumes this run
         resumes = _has_checkpoints(recipe.checkpoint.dir or str(folder / "checkpoints"), resume=resume)
         changes = list(_changes(folder, plan)) if resumes else []
         print_consequences(consequences(plan))
@@ -86,11 +87,13 @@ def prepare(plan: RunPlan, *, weights_from: str, resume: bool) -> Prepared:
         if resumes:
             changes += _data_changes(prepared)
         _replace(folder / "recipe.toml", _recipe_of(folder, plan))
-        runs.begin(folder, plan)
         _say(prepared, weights_from, changes)
     except BaseException as error:
         if new:
             shutil.rmtree(folder, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                runs.end(folder, "failed", str(error))
         if first:
             with suppress(OSError):  # another run may have begun in it
                 parent.rmdir()
@@ -191,12 +194,19 @@ def _flat(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _data_changes(prepared: Prepared) -> list[str]:
-    """What has changed in the data since the newest checkpoint."""
+    """What has changed in the data since the newest checkpoint, which must be of this model.
+
+    Raises:
+        RecipeError: it is of another model, or the data are others under the same name.
+    """
+    newest = prepared.store.complete()[-1]
     try:
-        saved = prepared.store.complete()[-1].state().data
+        saved = newest.state()
     except (CheckpointError, OSError):  # it is damaged: what is loaded will be another
         return []
-    return compare(saved, prepared.data.fingerprint)
+    if problems := model_problems(saved.model, prepared.plan.config, path=newest.path):
+        raise RecipeError(problems)
+    return compare(saved.data, prepared.data.fingerprint) if saved.data else []
 
 
 def _say(prepared: Prepared, weights_from: str, changes: list[str]) -> None:

@@ -14,6 +14,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 from uuid import uuid4
@@ -108,7 +109,7 @@ def complain(name: str, error: BaseException, consequence: str) -> None:
 
 
 class JsonLines:
-    """A file with one JSON object per line, the first key of which is ``step``. A line is on disk at once.
+    """A file with one JSON object per line, the first key of which is ``step``. A line is in the file at once.
 
     A line that cannot be written, as on a full disk, is lost; the file stays one of whole lines, and later lines are
     tried again.
@@ -141,6 +142,12 @@ class JsonLines:
         except OSError:
             os.ftruncate(file, end)
             raise
+
+    def sync(self) -> None:
+        """Returns when the lines are on the disk, as far as it takes them."""
+        if self._file is not None:
+            with suppress(OSError):
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes the file."""
