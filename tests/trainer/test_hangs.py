@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fourfold.trainer import join
 from fourfold.trainer.batches import Loader
 from tests.trainer.runs import metrics, train, write_recipe
 
