@@ -34,8 +34,8 @@ class Model(Section, frozen=True, kw_only=True):
     preset: str | None = None
     """A known model: llama3-8b, llama3-70b, llama3-405b, llama3.2-1b, llama3.2-3b, small, tiny (the default)."""
     path: str | None = None
-    """Directory in Hugging Face format, or a checkpoint: its config.json gives the hyper-parameters, and training starts
-    from its weights if it has any. Not together with preset."""
+    """Directory in Hugging Face format, or a checkpoint: its config.json gives the hyper-parameters, and training
+    starts from its weights if it has any. Not together with preset."""
     dim: int | None = None
     """Width of the residual stream."""
     num_layers: int | None = None

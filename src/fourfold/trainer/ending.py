@@ -1,4 +1,4 @@
-"""What the process that prepared a run does when its ranks have ended: the model, run.json, a summary, the exit code."""
+"""What the process that prepared a run does when its ranks have ended: model, run.json, summary, exit code."""
 
 from __future__ import annotations
 
