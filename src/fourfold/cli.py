@@ -59,7 +59,7 @@ def train(
         return _fail(error, USER_ERROR)
 
     from fourfold.trainer.launch import run  # imports torch, which takes seconds: a refusal need not wait for it
-    from fourfold.trainer.ranks import EXPLAIN_THEMSELVES, RankFailure
+    from fourfold.trainer.ranks import EXPLAIN_THEMSELVES, RankFailure, is_echo
 
     try:
         return run(plan, recipe, overrides, resume=resume)
@@ -69,6 +69,12 @@ def train(
         raise
     except (RankFailure, TimeoutError, OSError, *EXPLAIN_THEMSELVES) as error:
         return _fail(error, RUN_FAILED, rank=os.environ.get("RANK"))
+    except RuntimeError as error:
+        if not is_echo(error):
+            raise
+        return _fail(
+            "another rank has ended, and with it the connection to it", RUN_FAILED, rank=os.environ.get("RANK")
+        )
 
 
 @app.command
@@ -198,7 +204,7 @@ def data_tokenize(
     except (WorkerError, OSError) as error:
         return _fail(error, RUN_FAILED)
     except KeyboardInterrupt:
-        return _fail("stopped; what is finished is kept, and the same command goes on from there", 130)
+        return _fail("stopped; finished token files are kept, and the same command goes on from there", 130)
     print(totals_text(job, totals))
     return 0
 
@@ -296,6 +302,8 @@ def import_(directory: Path, checkpoint: str, /) -> int:
 
 def _fail(error: object, code: int, *, rank: str | None = None) -> int:
     """Prints an error. ``rank``: of torchrun's, whose own it is; None: all ranks find the same, and one says it."""
+    if isinstance(error, OSError) and error.filename is not None:
+        error = f"{error.filename}: {error.strerror}"
     if rank is not None:
         print(f"error: rank {rank}: {error}", file=sys.stderr)
     elif os.environ.get("RANK", "0") == "0":

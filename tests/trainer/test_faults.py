@@ -216,6 +216,24 @@ def test_a_reader_who_goes_away_before_the_first_step_leaves_no_folder(folder: P
     assert not (folder / "runs").exists()
 
 
+def test_a_reader_who_goes_away_does_not_end_the_run(folder: Path) -> None:
+    def patch() -> None:
+        plain = Loader.micro_batches
+
+        def micro_batches(self: Loader, position: Position, phase: Phase) -> Any:
+            reading, writing = os.pipe()
+            os.close(reading)
+            os.dup2(writing, 1)
+            return plain(self, position, phase)
+
+        Loader.micro_batches = micro_batches  # type: ignore[method-assign]
+
+    done = train(folder, "layout.dp=2", patch=patch)
+    assert done.err == ""
+    assert len(metrics(folder / "runs" / "tiny")) == 3
+    assert (folder / "runs" / "tiny" / "model" / "model.safetensors").exists()
+
+
 def test_a_full_disk(folder: Path) -> None:
     # No file may grow beyond 16 KiB: tokens and metrics fit, a checkpoint does not.
     def patch() -> None:

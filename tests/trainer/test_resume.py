@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -173,6 +174,36 @@ class TestDamage:
         assert (run / "checkpoints" / "step-00000002" / "index.json").exists()
 
 
+class TestNoCheckpoint:
+    """A run that has saved does not begin anew because of a wrong path or a disk that is not there."""
+
+    def test_what_was_saved_must_be_found(self, folder: Path) -> None:
+        go(folder, *PP2, "train.steps=2")
+        done = train(folder, *PP2, "train.steps=4", "checkpoint.dir=typo", resume=True)
+        assert done.code == 2
+        assert 'output.name = "tiny": has made 2 steps and saved them, but there is no checkpoint in typo' in done.err
+        assert len(losses(folder)) == 2
+        assert json.loads((folder / "runs" / "tiny" / "run.json").read_text())["state"] == "finished"
+
+    def test_what_was_not_saved_is_kept_aside(self, folder: Path) -> None:
+        command = Command(folder, "train", "tiny.toml", *(a for o in (*PP2, "train.steps=90") for a in ("--set", o)))
+        command.wait_until(has_steps(folder / "runs" / "tiny", 1))
+        command.signal(signal.SIGKILL, group=True)
+        command.end()
+        made = len(metrics(folder / "runs" / "tiny"))
+        shutil.rmtree(folder / "runs" / "tiny" / "checkpoints", ignore_errors=True)
+        recipe = folder / "runs" / "tiny" / "recipe.toml"
+        recipe.write_text(recipe.read_text().replace("every = 2", "every = 500"))
+        said = go(folder, *PP2, "train.steps=1")
+        assert f"It had made {made} steps, but no checkpoint, and begins anew; see metrics-1.jsonl" in said
+        assert len((folder / "runs" / "tiny" / "metrics-1.jsonl").read_text().splitlines()) == made
+
+    def test_memory_is_no_place_for_several_processes(self, folder: Path) -> None:
+        done = train(folder, *STEADY, "checkpoint.dir=memory://x")
+        assert done.code == 2
+        assert 'checkpoint.dir = "memory://x": is in the memory of one process' in done.err
+
+
 class TestStopped:
     ENDLESS = ("train.steps=100000",)
 
@@ -268,9 +299,7 @@ class TestNotFinite:
     def test_stop_names_the_first_value(self, folder: Path) -> None:
         done = train(folder, *STEADY, *self.BROKEN, "layout.pp=2")
         assert done.code == 1
-        assert re.search(
-            r"^error: rank [01] failed\nstep [23]: loss .*: first on rank \d \(tp 0, .*\): .* of micro-", done.err
-        )
+        assert re.search(r"^error: step [23]: loss .*: first on rank \d \(tp 0, .*\): .* of micro-", done.err)
         assert "Traceback" not in done.err
         lines = metrics(folder / "runs" / "tiny")
         assert all(line["loss"] is not None for line in lines)

@@ -101,6 +101,12 @@ def missing_files(path: Path, prefixes: Sequence[Path]) -> list[TokenFileError]:
             return [TokenFileError(record_path, 0, error.rule)]
         made = (shard_prefix(path, number) for number in range(record.shards))
         left = sum(not prefix.with_suffix(".idx").exists() and finished(prefix) is None for prefix in made)
+        bare = [shard_prefix(path, n).with_suffix(".json") for n in range(record.shards)]
+        damaged = [file for file in bare if _is_no_sidecar(file)]
+        if damaged:
+            return [
+                TokenFileError(file, 0, "is damaged: it does not say what the token file holds") for file in damaged
+            ]
         if left or not prefixes:
             what = f"{left} of its {record.shards} token files are not finished" if left else "it holds no token file"
             return [TokenFileError(record_path, 0, f"{what}: run the same `fourfold data tokenize` again")]
@@ -112,6 +118,14 @@ def missing_files(path: Path, prefixes: Sequence[Path]) -> list[TokenFileError]:
         except TokenFileError as error:
             problems.append(error)
     return problems
+
+
+def _is_no_sidecar(file: Path) -> bool:
+    """Whether a file that should be a sidecar is something else; one that is damaged further on says so itself."""
+    try:
+        return file.exists() and read_sidecar(file.with_suffix("")) is None
+    except TokenFileError:
+        return False
 
 
 def read_record(folder: Path) -> Record | None:

@@ -34,9 +34,9 @@ def answering_for(prepared: Prepared) -> Generator[Callable[..., int]]:
             outcome = replace(outcome, stopped_by=stopped_by)
             if not stopped_by:
                 _export(prepared, outcome)
-        summarize(prepared, outcome, killed=killed)
         name = f"by {signal.Signals(stopped_by).name}" if stopped_by else None
         runs.end(prepared.folder, "stopped" if stopped_by else "finished", name)
+        summarize(prepared, outcome, killed=killed)
         return 0 if not stopped_by or (stopped_by == signal.SIGTERM and saved) else 128 + stopped_by
 
     try:
@@ -47,6 +47,8 @@ def answering_for(prepared: Prepared) -> Generator[Callable[..., int]]:
     except SystemExit as stop:  # the same, by SIGTERM
         runs.end(prepared.folder, "stopped", "by SIGTERM")
         raise SystemExit(0 if saved else stop.code) from None
+    except BrokenPipeError:  # nobody reads how it ended
+        raise
     except BaseException as error:
         runs.end(prepared.folder, "failed", str(error))
         raise

@@ -15,6 +15,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from fourfold.parallel import LoggedAction
 from fourfold.trainer.sinks import Guarded, JsonLines, cut_after
 
+SILENCE = 60.0  # seconds
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -59,10 +61,18 @@ class ValidationMetrics:
     seconds: float
 
 
+class _PatientConsole(Console):
+    """When its reader goes away, as `head` does, it falls silent: training goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich, which would end the process."""
+        self.quiet = True
+
+
 class Reporter:
     """Writes what rank 0 reports. On other ranks (``folder`` None) it does nothing.
 
-    On a terminal there is one line that moves; elsewhere about forty lines in all.
+    On a terminal there is one line that moves; elsewhere about forty lines in all, or one in ``SILENCE`` seconds.
 
     Args:
         folder: of the run.
@@ -80,7 +90,8 @@ class Reporter:
         self._sinks = sinks
         self._files: dict[str, JsonLines] = {}
         self._progress: Progress | None = None
-        self._console = Console(soft_wrap=True, highlight=False)
+        self._console = _PatientConsole(soft_wrap=True, highlight=False)
+        self._printed = time.monotonic()
         self._every = max(1, num_steps // 40)
         self._peak_doubted = False
         if folder is None:
@@ -135,7 +146,12 @@ class Reporter:
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=head, rest=rest)
             self._progress.refresh()
-        elif step % self._every == 0 or step in (self._resume_step + 1, self._num_steps):
+        elif (
+            step % self._every == 0
+            or step in (self._resume_step + 1, self._num_steps)
+            or time.monotonic() - self._printed > SILENCE
+        ):
+            self._printed = time.monotonic()
             passed = time.monotonic() - self._started
             left = passed / (step - self._resume_step) * (self._num_steps - step)
             self._console.print(f"{head}  {rest}  {_clock(left)} left")

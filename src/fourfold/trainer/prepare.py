@@ -69,10 +69,14 @@ def prepare(plan: RunPlan, *, weights_from: str, resume: bool) -> Prepared:
     parent = Path(recipe.output.dir)
     first = not parent.exists()
     folder, new = _folder(parent, recipe.output.name, resume=resume)
+    begun = False
     try:
-        runs.begin(folder, plan)  # first of all: from now on nobody else resumes this run
         resumes = _has_checkpoints(recipe.checkpoint.dir or str(folder / "checkpoints"), resume=resume)
-        changes = list(_changes(folder, plan)) if resumes else []
+        news = [f"Changed since it last ran: {change}" for change in _changes(folder, plan)] if resumes else []
+        if not resumes:
+            news += _begin_anew(folder, recipe.checkpoint.dir or str(folder / "checkpoints"))
+        runs.begin(folder, plan)  # from now on nobody else resumes this run
+        begun = True
         print_consequences(consequences(plan))
         longest = max(phase.seq_len for phase in plan.phases)
         with ByteProgress("checking tokens") as bar:
@@ -85,13 +89,13 @@ def prepare(plan: RunPlan, *, weights_from: str, resume: bool) -> Prepared:
             )
         prepared = Prepared(plan, data, folder, new, resumes)
         if resumes:
-            changes += _data_changes(prepared)
+            news += _data_changes(prepared)
         _replace(folder / "recipe.toml", _recipe_of(folder, plan))
-        _say(prepared, weights_from, changes)
+        _say(prepared, weights_from, news)
     except BaseException as error:
         if new:
             shutil.rmtree(folder, ignore_errors=True)
-        else:
+        elif begun:
             with suppress(OSError):
                 runs.end(folder, "failed", str(error))
         if first:
@@ -150,6 +154,9 @@ def _cannot_write(directory: str, error: OSError) -> RecipeError:
 
 def _has_checkpoints(place: str, *, resume: bool) -> bool:
     """Whether there is something to go on from. A new run does not begin among another's checkpoints."""
+    if place.startswith("memory:"):
+        rule = "is in the memory of one process, and every rank is a process of its own"
+        raise RecipeError([Problem("checkpoint.dir", place, rule)])
     try:
         store = CheckpointStore(place)
         complete = store.complete()
@@ -162,6 +169,35 @@ def _has_checkpoints(place: str, *, resume: bool) -> bool:
         rule = f"holds checkpoints of another run, up to step {complete[-1].step}; go on with it by --resume"
         raise RecipeError([Problem("checkpoint.dir", place, rule)])
     return bool(complete)
+
+
+def _begin_anew(folder: Path, place: str) -> list[str]:
+    """Sees to it that a run without a checkpoint loses nothing by beginning at its first step.
+
+    Returns:
+        What to tell about it.
+
+    Raises:
+        RecipeError: it has had checkpoints: a wrong path, or a disk that is not there, must not end weeks of work.
+    """
+    before = runs.summarize_run(folder)
+    if not before.step:
+        return []
+    try:
+        every = load(folder / "recipe.toml").checkpoint.every
+    except RecipeError:
+        every = 0
+    # A second save waits for the first one.
+    if before.state in ("finished", "stopped") or (every and before.step >= 2 * every):
+        rule = f"has made {before.step} steps and saved them, but there is no checkpoint in {place}"
+        raise RecipeError([Problem("output.name", folder.name, f"{rule}; to begin anew, take another name")])
+    number = 1
+    while (folder / f"metrics-{number}.jsonl").exists():
+        number += 1
+    for name in ("metrics", "validation"):
+        with suppress(FileNotFoundError):
+            (folder / f"{name}.jsonl").rename(folder / f"{name}-{number}.jsonl")
+    return [f"It had made {before.step} steps, but no checkpoint, and begins anew; see metrics-{number}.jsonl"]
 
 
 def _replace(file: Path, text: str) -> None:
@@ -209,7 +245,7 @@ def _data_changes(prepared: Prepared) -> list[str]:
     return compare(saved.data, prepared.data.fingerprint) if saved.data else []
 
 
-def _say(prepared: Prepared, weights_from: str, changes: list[str]) -> None:
+def _say(prepared: Prepared, weights_from: str, news: list[str]) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     data = prepared.data
     documents, tokens = (sum(getattr(s, key) for s in data.sources) for key in ("num_documents", "num_tokens"))
@@ -219,7 +255,7 @@ def _say(prepared: Prepared, weights_from: str, changes: list[str]) -> None:
     lines = chain(
         [f"\nData: {documents:,} documents, {tokens:,} tokens{entries}{known}"],
         data.notes,
-        [f"Changed since it last ran: {change}" for change in changes],
+        news,
         [f"Weights: {'of the checkpoint' if prepared.resumes else weights_from}", f"Run folder: {prepared.folder}\n"],
     )
     console.print("\n".join(lines))

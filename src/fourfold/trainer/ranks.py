@@ -17,7 +17,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -46,6 +47,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 EXPLAIN_THEMSELVES = (CheckpointError, NonFiniteError, RecipeError, TokenFileError)
+CONCERN_ALL = (NonFiniteError, RecipeError)  # raised on all ranks, whichever is heard first
 
 
 class RankFailure(RuntimeError):  # noqa: N818 - it reports an error of another process
@@ -81,6 +83,7 @@ class _Report:
     time: float = 0.0
     secondary: bool = False  # an error of a broken connection, most likely the echo of another rank's end
     culprit: int | None = None  # another rank that is to blame
+    concerns_all: bool = False  # the same error on every rank
     terminated: bool = False  # died by SIGTERM, as it should if that came before the work could handle it
 
 
@@ -180,7 +183,8 @@ class _Ranks:
             rank = (
                 next(rank for rank in failures if failures[rank] is first) if first.culprit is None else first.culprit
             )
-            raise RankFailure(rank, f"rank {rank} failed\n{first.error}")
+            assert first.error is not None
+            raise RankFailure(rank, first.error if first.concerns_all else f"rank {rank} failed\n{first.error}")
         results = [self.reports.get(rank, _Report()).result for rank in range(len(self.processes))]
         if self.stopped_by is not None:
             raise Stopped(self.stopped_by, results, killed=self.killed)
@@ -321,10 +325,12 @@ def _child(place: _Place, work: Callable[[int], Any]) -> None:
         # Plain pickling: multiprocessing's own would hand over tensors through file descriptors that die with us.
         message = pickle.dumps(report)
     except BaseException as error:
-        report = _Report(error=describe(error), time=time.monotonic(), secondary=_is_echo(error))
+        report = _Report(error=describe(error), time=time.monotonic(), secondary=is_echo(error))
+        report = replace(report, concerns_all=isinstance(error, CONCERN_ALL))
         message = pickle.dumps(report)
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(BrokenPipeError):  # the reader went away, as in `| head`
+            stream.flush()
     place.pipe.send_bytes(message)
     # Not through the interpreter's exit, where a process group that is still referenced can abort the process.
     os._exit(0 if report.error is None else 1)
@@ -344,7 +350,7 @@ def _end_with_parent(lifeline: int) -> None:
     os._exit(1)
 
 
-def _is_echo(error: BaseException) -> bool:
+def is_echo(error: BaseException) -> bool:
     """Whether an error is what gloo says when the other end is gone."""
     words = (
         "connection closed by peer",
