@@ -244,7 +244,7 @@ def _long(reports: Mapping[Entry, CheckReport], seq_len: int) -> list[str]:
         if first is not None and longest is not None:
             notes.append(
                 f"{entry.name}: {report.num_long:,} of {report.num_documents:,} documents are longer than a row of "
-                f"{seq_len:,} tokens and go on in the next: the first at {first.path}, byte {first.offset:,}, "
+                f"{seq_len:,} tokens and are cut: the first at {first.path}, byte {first.offset:,}, "
                 f"the longest of {longest.length:,} tokens"
             )
     return notes
