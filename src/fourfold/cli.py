@@ -260,15 +260,14 @@ def export(
     shard_size
         Of a file at most, such as 500MB; a weight that is larger has a file of its own.
     """
-    import torch
-
+    from fourfold.parallel.model import DTYPES
     from fourfold.trainer.checkpoint import find_checkpoint
     from fourfold.trainer.export import export_checkpoint, parse_size
 
     try:
         limit = parse_size(shard_size)
         found = find_checkpoint(checkpoint)
-        done = export_checkpoint(found, directory, dtype=getattr(torch, dtype), shard_size=limit)
+        done = export_checkpoint(found, directory, dtype=DTYPES[dtype], shard_size=limit)
     except ValueError as error:
         return _fail(error, USER_ERROR)
     except OSError as error:

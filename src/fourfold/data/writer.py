@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -143,9 +143,16 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Brings the names of a folder's files to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    with open_folder(folder) as descriptor:
         os.fsync(descriptor)
+
+
+@contextmanager
+def open_folder(path: Path) -> Generator[int]:
+    """A folder's descriptor, which stays that of the folder when it is renamed."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fourfold.parallel import WeightSource, connect
 from fourfold.recipe import Problem, RecipeError, RunPlan, check
@@ -22,9 +23,14 @@ from fourfold.trainer.weights import describe_weights, initial_weights
 
 def train_rank(prepared: Prepared, weights: WeightSource, device: torch.device) -> Outcome:
     """The work of one rank whose default process group is up."""
-    plan = prepared.plan
-    groups = connect(plan.grid, device.type)
+    groups = connect(prepared.plan.grid, device.type)
+    if prepared.resumes:  # all of them come from the checkpoint: drawing a large model takes minutes
+        weights = _zeros
     return train(prepared, groups=groups, weights=weights, device=device)
+
+
+def _zeros(name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
+    return torch.zeros([len(range(*s.indices(n))) for s, n in zip(slices, shape, strict=True)])
 
 
 def join(plan: RunPlan, device_type: str, *, resume: bool) -> tuple[int, bool]:

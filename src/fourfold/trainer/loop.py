@@ -98,6 +98,8 @@ class Trainer:
         self.model = ParallelModel(plan, groups, weights=weights, device=device)
         self.optimizer = make_optimizer(self.model.gradients.weights, recipe.optimizer, tied=plan.config.tied)
         self.saved = load_newest(self.model, self.optimizer, run.store, groups) if run.resumes else None
+        if run.resumes and self.saved is None:
+            raise CheckpointError(f"the checkpoints in {run.store.place} have gone since this start")
         self.state = self.saved or TrainState(0, 0, Position().to_json(), 0, 0)
         self._first_step = self.state.step
         self._stream = run.data.open_stream()

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from fourfold.data import sources
 from fourfold.data.fingerprint import compare
+from fourfold.data.writer import write_atomically
 from fourfold.planner import consequences
 from fourfold.recipe import Problem, RecipeError, RunPlan, load, to_table, to_toml
 from fourfold.recipe.errors import show
@@ -50,7 +51,12 @@ class Prepared:
     @property
     def store(self) -> CheckpointStore:
         """Where the run's checkpoints are."""
-        return CheckpointStore(self.plan.recipe.checkpoint.dir or self.folder / "checkpoints")
+        return CheckpointStore(_place(self.plan, self.folder))
+
+
+def _place(plan: RunPlan, folder: Path) -> str:
+    """Folder or URL of the checkpoints of the run in ``folder``."""
+    return plan.recipe.checkpoint.dir or str(folder / "checkpoints")
 
 
 def prepare(plan: RunPlan, *, weights_from: str, resume: bool) -> Prepared:
@@ -71,10 +77,10 @@ def prepare(plan: RunPlan, *, weights_from: str, resume: bool) -> Prepared:
     folder, new = _folder(parent, recipe.output.name, resume=resume)
     begun = False
     try:
-        resumes = _has_checkpoints(recipe.checkpoint.dir or str(folder / "checkpoints"), resume=resume)
+        resumes = _has_checkpoints(_place(plan, folder), resume=resume)
         news = [f"Changed since it last ran: {change}" for change in _changes(folder, plan)] if resumes else []
         if not resumes:
-            news += _begin_anew(folder, recipe.checkpoint.dir or str(folder / "checkpoints"))
+            news += _begin_anew(folder, _place(plan, folder))
         runs.begin(folder, plan)  # from now on nobody else resumes this run
         begun = True
         print_consequences(consequences(plan))
@@ -90,7 +96,7 @@ def prepare(plan: RunPlan, *, weights_from: str, resume: bool) -> Prepared:
         prepared = Prepared(plan, data, folder, new, resumes)
         if resumes:
             news += _data_changes(prepared)
-        _replace(folder / "recipe.toml", _recipe_of(folder, plan))
+        write_atomically(folder / "recipe.toml", _recipe_of(folder, plan).encode())  # it may be the only copy
         _say(prepared, weights_from, news)
     except BaseException as error:
         if new:
@@ -198,13 +204,6 @@ def _begin_anew(folder: Path, place: str) -> list[str]:
         with suppress(FileNotFoundError):
             (folder / f"{name}.jsonl").rename(folder / f"{name}-{number}.jsonl")
     return [f"It had made {before.step} steps, but no checkpoint, and begins anew; see metrics-{number}.jsonl"]
-
-
-def _replace(file: Path, text: str) -> None:
-    """A reader finds the former text or the new one, whole: it may be the only copy of a run's recipe."""
-    new = file.with_name(f"{file.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(file)
 
 
 def _recipe_of(folder: Path, plan: RunPlan) -> str:

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from fourfold.data.writer import write_atomically
 from fourfold.recipe import RunPlan
 
 State = Literal["running", "finished", "stopped", "failed", "died", "unknown"]
@@ -148,9 +149,7 @@ def _is_run(folder: Path) -> bool:
 
 def _write(folder: Path, values: Mapping[str, Any]) -> None:
     """Replaces run.json in one go: a reader finds the former or the new one, whole."""
-    new = folder / f"{_FILE}.new"
-    new.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    os.replace(new, folder / _FILE)
+    write_atomically(folder / _FILE, (json.dumps(values, indent=1) + "\n").encode())
 
 
 def _now() -> str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
+
+from fourfold.data.writer import open_folder, sync_folder
 
 
 class Files(Protocol):
@@ -105,19 +106,19 @@ class LocalFiles:
                 del part  # parts are large, and the next one is about to be made
             file.flush()
             os.fsync(file.fileno())
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
     def replace(self, name: str, content: bytes) -> None:
         path, temporary = self._root / name, f"{name}.partial"
         self.write(temporary, [content])
-        with _open_folder(path.parent) as folder:
+        with open_folder(path.parent) as folder:
             os.replace(self._root / temporary, path)
             os.fsync(folder)  # by descriptor: now that the file is there, another rank may have renamed the folder
 
     def rename(self, old: str, new: str) -> None:
-        _sync_folder(self._root / old)
+        sync_folder(self._root / old)
         os.rename(self._root / old, self._root / new)
-        _sync_folder(self._root)
+        sync_folder(self._root)
 
     def remove(self, name: str) -> None:
         path = self._root / name
@@ -198,18 +199,3 @@ def _fill(file: Any, buffer: memoryview, path: str) -> None:
         if not count:
             raise EOFError(f"{path} ends {len(buffer) - done} bytes too early")
         done += count
-
-
-def _sync_folder(path: Path) -> None:
-    with _open_folder(path) as descriptor:
-        os.fsync(descriptor)
-
-
-@contextmanager
-def _open_folder(path: Path) -> Generator[int]:
-    """A folder's descriptor, which stays that of the folder when it is renamed."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
