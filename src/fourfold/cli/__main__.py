@@ -1,0 +1,5 @@
+"""For `python -m fourfold.cli`, as torchrun starts ranks."""
+
+from fourfold.cli import main
+
+main()
