@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -9,6 +15,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fourfold.model import Batch, Llama
 from fourfold.planner import causal_pairs, count_parameters, model_flops
+from fourfold.planner.flops import (
+    CONVENTIONS,
+    flops_per_token,
+    mfu,
+    model_flops_per_step,
+    tflops_per_gpu,
+    training_flops,
+)
+from fourfold.planner.jobs import Jobs
 from fourfold.recipe import ModelConfig, preset
 
 TINY = preset("tiny")  # 8 layers, width 64, 4 heads of 16, 2 key-value heads, FFN 128, vocabulary 260
@@ -90,6 +105,175 @@ class TestCounted:
     def test_frozen_embedding_saves_nothing_but_its_own_gradient(self) -> None:
         assert model_flops(TINY, ("tok_embeddings",)).per_token == model_flops(TINY).per_token
         assert model_flops(TINY, ("tok_embeddings",)).of_6p(1) == model_flops(TINY).of_6p(1) - 4 * 260 * 64
+
+
+PUBLISHED = Path(model_flops.__code__.co_filename).parent / "measurements" / "published.csv"
+CODES = {  # of measurements/README.md
+    "PALM_6N": "palm_6n",
+    "FULL": "full",
+    "FULL_MHA": "full_mha",
+    "FULL_POS": "full_positions",
+    "CAUSAL": "causal",
+    "NOATTN": "no_attention",
+    "HW_FULL": "hardware_full",
+    "HW_SEL": "hardware_selective",
+}
+
+
+class TestConventions:
+    @pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "llama3-405b", "tiny"])
+    def test_configs_and_columns_agree(self, name: str) -> None:
+        config = preset(name)
+        jobs = jobs_of(config, seq_len=4096, sequences=np.array([1, 16]))
+        found = training_flops(jobs)
+        assert set(found) == set(CONVENTIONS)
+        for convention, per_token in flops_per_token(config, 4096).items():
+            np.testing.assert_allclose(found[convention], per_token * np.array([4096, 65_536]), rtol=1e-12)
+        exact = model_flops(config).of(4096, causal_pairs([4096]))
+        np.testing.assert_allclose(model_flops_per_step(jobs), np.array([1, 16]) * exact, rtol=1e-12)
+        np.testing.assert_allclose(model_flops_per_step(jobs), found["model"], rtol=1e-12)
+
+    def test_tied(self) -> None:
+        """6 P of a tied model is what its products take: the embedding is multiplied, as the head."""
+        tied = preset("tiny").replace(tied=True)
+        found = flops_per_token(tied, 64)
+        assert found["no_attention"] == found["6p"] == model_flops(tied).per_token_6p
+        np.testing.assert_allclose(
+            model_flops_per_step(jobs_of(tied, 64)), model_flops(tied).of(64, causal_pairs([64]))
+        )
+
+    def test_the_padding_of_the_vocabulary_counts_nothing(self) -> None:
+        jobs = jobs_of(TINY, 64)
+        padded = training_flops(jobs.replace(padded_vocab=512))
+        assert {name: float(flops) for name, flops in training_flops(jobs).items()} == padded
+
+    def test_two_matrices_or_three(self) -> None:
+        """pains P28: an FFN of 3.5 times the width with three matrices, or of four times with two."""
+        jobs = jobs_of(TINY, 64)
+        two = jobs.replace(gated=False)
+        difference = model_flops_per_step(jobs) - model_flops_per_step(two)
+        assert difference == 6 * 64 * TINY.num_layers * TINY.dim * TINY.ffn_dim
+
+    def test_documents(self) -> None:
+        """pains T90: only "model" knows of them."""
+        one, four = flops_per_token(TINY, 64), flops_per_token(TINY, 64, [16] * 4)
+        assert {name for name in one if one[name] != four[name]} == {"model"}
+        assert (one["model"] - four["model"]) * 64 == 12 * 8 * 64 * (2080 - 544)
+        jobs = jobs_of(TINY, 64)
+        packed = model_flops_per_step(jobs.replace(pairs=544))
+        assert packed == pytest.approx(four["model"] * 64)
+
+    @pytest.mark.parametrize(("seq_len", "full", "causal"), [(8192, 1721, 1510), (129_000, 125_000, 73_000)])
+    def test_llama2_of_maxtext(self, seq_len: int, full: float, causal: float) -> None:
+        """pains T88 and P30: TFLOPs of 4 rows of llama2-7b, before and after half of attention was dropped."""
+        llama2 = ModelConfig(
+            dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, ffn_dim=11_008, vocab_size=32_000,
+        )  # fmt: skip
+        found = flops_per_token(llama2, seq_len)
+        assert 4 * seq_len * found["full"] / 1e12 == pytest.approx(full, rel=3e-3)
+        assert 4 * seq_len * found["causal"] / 1e12 == pytest.approx(causal, rel=3e-3)
+
+    def test_the_spread_of_conventions(self) -> None:
+        """measurements/README.md: 12 % for 8B and 7 % for 70B at 8K, 1.7 times for 8B at 128K."""
+        assert ratio("llama3-8b", 8192) == pytest.approx(1.12, abs=0.01)
+        assert ratio("llama3-70b", 8192) == pytest.approx(1.07, abs=0.01)
+        assert ratio("llama3-8b", 131_072) == pytest.approx(1.7, abs=0.04)
+
+    def test_405b_takes_as_long_as_one_counts(self) -> None:
+        """algorithms.md 3.5: 16M tokens at 400 TFLOP/s on 16,384 GPUs take 6.23, 6.46 or 6.75 s."""
+        tokens = 2048 * 8192
+        found = {
+            name: flops * tokens / (16_384 * 400e12)
+            for name, flops in flops_per_token(preset("llama3-405b"), 8192).items()
+        }
+        assert found["6p"] == pytest.approx(6.23, abs=0.01)
+        assert found["model"] == pytest.approx(6.46, abs=0.01)
+        assert found["palm_6n"] == pytest.approx(6.75, abs=0.01)
+
+    def test_no_overflow(self) -> None:
+        """16M tokens of 405B are 4e19 FLOPs, more than 64-bit integers hold."""
+        jobs = jobs_of(preset("llama3-405b"), 8192, sequences=2048)
+        assert float(model_flops_per_step(jobs)) == pytest.approx(4.234e19, rel=1e-3)
+        assert float(training_flops(jobs)["6p"]) == pytest.approx(4.085e19, rel=1e-3)
+
+    def test_published_figures_by_their_own_convention(self) -> None:
+        """714 published TFLOP/s and MFU, each by the convention that measurements/README.md found for it."""
+        ratios = defaultdict(list)
+        with PUBLISHED.open(newline="") as file:
+            for row in csv.DictReader(file):
+                for code, found in published_ratios(row):
+                    ratios[code].append(found)
+        assert {code: len(found) for code, found in ratios.items()} == {
+            "CAUSAL": 77, "FULL": 171, "FULL_POS": 85, "FULL_MHA": 39, "NOATTN": 12, "PALM_6N": 243, "HW_FULL": 84,
+            "HW_SEL": 3, "model_tflops_causal": 714, "model_tflops_full": 714,
+        }  # fmt: skip
+        for code, found in ratios.items():
+            np.testing.assert_allclose(found, 1, rtol=5e-4, err_msg=code)
+
+
+class TestRates:
+    def test_tflops_are_tera(self) -> None:
+        """pains P32: GFLOPs were labelled TFLOPs. NVIDIA's 1,602 tokens/s of 70B are 719 TFLOP/s (facts.md 7)."""
+        per_token = flops_per_token(preset("llama3-70b"), 8192)["model"]
+        assert tflops_per_gpu(per_token * 1602, 1.0, 1) == pytest.approx(719, abs=1)
+        assert tflops_per_gpu(per_token * 1602 * 64, 2.0, 64) == pytest.approx(719 / 2, abs=1)
+
+    def test_mfu(self) -> None:
+        """pains P29: 420 TFLOP/s on an H200 are 42 % of its dense peak."""
+        assert mfu(420e12, 1.0, 1, 989.4e12) == pytest.approx(0.4245, abs=1e-4)
+
+    def test_more_than_the_peak_is_doubted(self) -> None:
+        """pains T91."""
+        with pytest.warns(UserWarning, match=r"MFU of 1\.38: more than the peak of 312 TFLOP/s"):
+            mfu(np.array([100e12, 430e12]), 1.0, 1, 312e12)
+
+
+def ratio(name: str, seq_len: int) -> float:
+    """All of attention over half of it."""
+    found = flops_per_token(preset(name), seq_len)
+    return found["full"] / found["causal"]
+
+
+def jobs_of(config: ModelConfig, seq_len: int, sequences: object = 1) -> Jobs:
+    """A job of which only the model and the batch are set."""
+    return any_job(
+        layers=config.num_layers, dim=config.dim, heads=config.num_heads, kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim, ffn_dim=config.ffn_dim, gated=True, vocab=config.vocab_size,
+        padded_vocab=config.padded_vocab, tied=config.tied, positions=0, seq_len=seq_len, sequences=sequences,
+        pairs=causal_pairs([seq_len]),
+    )  # fmt: skip
+
+
+def any_job(**columns: object) -> Jobs:
+    return Jobs.of(**dict.fromkeys((field.name for field in dataclasses.fields(Jobs)), 1) | columns)
+
+
+def published_ratios(row: dict[str, str]) -> list[tuple[str, float]]:
+    """(convention, our TFLOP/s over the row's, as far from 1 as README.md says): empty where a row does not tell."""
+    sizes = ("layers", "hidden", "heads", "ffn_hidden", "vocab", "seq_len", "tokens_per_s_per_gpu")
+    code = row["best_convention"]
+    if row["n_experts"] or code not in CODES or not all(row[name] for name in sizes):
+        return []
+    layers, dim, heads, ffn_dim, vocab, seq_len = (int(float(row[name])) for name in sizes[:-1])
+    job = any_job(
+        layers=layers, dim=dim, heads=heads, kv_heads=int(row["kv_heads"] or heads),
+        head_dim=int(row["head_dim"] or dim // heads), ffn_dim=ffn_dim, gated=row["gated_mlp"] == "1", vocab=vocab,
+        tied=row["tied_embeddings"] == "1", positions=seq_len if code == "FULL_POS" else 0, seq_len=seq_len,
+        sequences=1, pairs=causal_pairs([seq_len]),
+    )  # fmt: skip
+    rate = float(row["tokens_per_s_per_gpu"]) / seq_len / 1e12
+    found = {name: float(flops) * rate for name, flops in training_flops(job).items()}
+    by_mfu = row["measured_mfu"] and (code == "PALM_6N" or not row["measured_tflops_per_gpu"])
+    if by_mfu or not row["measured_tflops_per_gpu"]:
+        share = float(row["measured_mfu"] or row["measured_hfu"]) / 100
+        published = share * float(row["mfu_peak_tflops"])
+    else:
+        published = float(row["measured_tflops_per_gpu"])
+    ratios = [(code, found[CODES[code]] / published / float(row["best_convention_ratio"]))]
+    for column, name in (("model_tflops_causal", "causal"), ("model_tflops_full", "full")):
+        if row[column]:
+            ratios.append((column, found[name] / float(row[column])))
+    return ratios
 
 
 def count(config: ModelConfig, freeze: tuple[str, ...], *, num_tokens: int) -> int:

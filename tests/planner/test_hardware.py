@@ -50,6 +50,11 @@ def test_rates_of_one_chip_fit_together(gpu: Gpu) -> None:
     if gpu.tf32 is not None:
         assert gpu.bfloat16 / gpu.tf32 == pytest.approx(2, rel=0.05)
         assert gpu.float32 <= gpu.tf32
+    if gpu.float8 is not None:
+        assert gpu.float8 / gpu.bfloat16 == pytest.approx(2, rel=0.02)
+    if gpu.float4 is not None:
+        assert gpu.float8 is not None
+        assert 1.99 < gpu.float4 / gpu.float8 < 4.01
     assert len(gpu.source) > 10
 
 
