@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fourfold.layout.actions import COMPUTE, MESSAGES, Action, Kind
 from fourfold.layout.schedule import Schedule
-from fourfold.layout.validate import producer_of, validate
+from fourfold.layout.validate import validate
 
 Times = NDArray[np.float64]
 
@@ -42,12 +42,18 @@ class Program:
     @cached_property
     def indices(self) -> dict[Kind, tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
         """Per kind, (position, stage, micro-batch) of every action of it, in program order."""
+        kinds = [kind for kind in Kind if kind not in MESSAGES]
+        code = {kind: number for number, kind in enumerate(kinds)}
+        if not self.actions:
+            none = np.zeros(0, dtype=np.int64)
+            return dict.fromkeys(kinds, (none, none, none))
+        named, *numbers = zip(*self.actions, strict=True)
+        of_kind = np.array([code[kind] for kind in named])
+        stage, micro_batch = (np.array(column, dtype=np.int64) for column in numbers)
         found = {}
-        for kind in Kind:
-            if kind not in MESSAGES:
-                rows = [(i, a.stage, a.micro_batch) for i, a in enumerate(self.actions) if a.kind is kind]
-                position, stage, micro_batch = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-                found[kind] = (position, stage, micro_batch)
+        for number, kind in enumerate(kinds):
+            position = np.flatnonzero(of_kind == number)
+            found[kind] = (position, stage[position], micro_batch[position])
         return found
 
     def play(
@@ -119,33 +125,43 @@ def compile_program(schedule: Schedule) -> Program:
     Nothing else is checked here: run ``validate`` first on a schedule that ``generate`` did not make.
     """
     timed = [[a for a in actions if a.kind not in MESSAGES] for actions in schedule.actions]
-    none = sum(map(len, timed))
-    done: dict[Action, int] = {}
-    actions, ranks, previous, needs, crosses = [], [], [], [], []
+    none, width, last_stage = sum(map(len, timed)), schedule.num_micro_batches, schedule.num_stages - 1
+    # The index of every forward and backward, by stage and micro-batch; -1 until it has its place.
+    forwards, backwards = ([-1] * (schedule.num_stages * width) for _ in range(2))
+    actions, ranks, previous, needs = [], [], [], []
     positions, last = [0] * schedule.pp, [none] * schedule.pp
     moved = True
     while moved:
         moved = False
         for pp_rank, own in enumerate(timed):
-            for action in own[positions[pp_rank] :]:
-                producer = producer_of(schedule, action) if action.kind in COMPUTE else None
-                need = none if producer is None else done.get(producer, -1)
-                if need < 0 or (action.kind is Kind.BACKWARD and (Kind.FORWARD, *action[1:]) not in done):
-                    break
-                if action.kind in COMPUTE:
-                    done[action] = len(actions)
-                previous.append(last[pp_rank])
+            position, before = positions[pp_rank], last[pp_rank]
+            while position < len(own):
+                kind, stage, micro_batch = action = own[position]
+                need, place = none, stage * width + micro_batch
+                if kind is Kind.FORWARD:
+                    need = forwards[place - width] if stage > 0 else none
+                    if need < 0:
+                        break
+                    forwards[place] = len(actions)
+                elif kind is Kind.BACKWARD:
+                    need = backwards[place + width] if stage < last_stage else none
+                    if need < 0 or forwards[place] < 0:
+                        break
+                    backwards[place] = len(actions)
+                previous.append(before)
                 needs.append(need)
-                crosses.append(need != none and ranks[need] != pp_rank)
-                last[pp_rank] = len(actions)
+                before = len(actions)
                 actions.append(action)
                 ranks.append(pp_rank)
-                positions[pp_rank] += 1
-                moved = True
+                position += 1
+            moved |= position > positions[pp_rank]
+            positions[pp_rank], last[pp_rank] = position, before
     if len(actions) < none:
         validate(schedule)  # says who waits for whom
         raise ValueError("the schedule cannot be played to its end")
-    return Program(schedule, tuple(actions), np.array(ranks), previous, needs, np.array(crosses, dtype=bool))
+    rank_of = np.array([*ranks, -1])
+    crosses = (np.array(needs, dtype=np.int64) != none) & (rank_of[needs] != rank_of[:-1])
+    return Program(schedule, tuple(actions), rank_of[:-1], previous, needs, crosses)
 
 
 @dataclass(frozen=True)

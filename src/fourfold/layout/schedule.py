@@ -83,6 +83,7 @@ def generate(
     nc: int | None = None,
     zero: int = 1,
     num_frozen_stages: int = 0,
+    messages: bool = True,
 ) -> Schedule:
     """Makes the schedule of one step, for any ``num_micro_batches >= 1``.
 
@@ -97,6 +98,8 @@ def generate(
         zero: ZeRO mode 1, 2 or 3; places the FSDP events.
         num_frozen_stages: leading stages without a trained weight, which need no backward. All of them: forwards only,
             as validation needs it.
+        messages: with the sends and receives that an executor needs. To play a schedule it does without, and they are
+            most of the work of making it.
 
     Raises:
         ValueError: an illegal combination; the message names the argument, its value, the rule and what is legal.
@@ -129,7 +132,9 @@ def generate(
         rounds=rounds,
         warmup=warmup,
         zero=zero,
-        actions=lower(orders, pp=pp, v=v, rounds=rounds, zero=zero, num_frozen_stages=num_frozen_stages),
+        actions=lower(
+            orders, pp=pp, v=v, rounds=rounds, zero=zero, num_frozen_stages=num_frozen_stages, messages=messages
+        ),
         fallback=fallback,
         num_frozen_stages=num_frozen_stages,
     )
@@ -212,11 +217,20 @@ def order_of(pp_rank: int, *, pp: int, v: int, rounds: Sequence[int], warmup: in
 
 
 def lower(
-    orders: Sequence[Sequence[Action]], *, pp: int, v: int, rounds: Sequence[int], zero: int, num_frozen_stages: int = 0
+    orders: Sequence[Sequence[Action]],
+    *,
+    pp: int,
+    v: int,
+    rounds: Sequence[int],
+    zero: int,
+    num_frozen_stages: int = 0,
+    messages: bool = True,
 ) -> tuple[tuple[Action, ...], ...]:
     """Adds to the computations of each rank its sends and receives and the FSDP events of the ZeRO mode."""
     last = pp * v - 1
     sending = [_with_events(order, rounds, zero, num_frozen_stages) for order in orders]
+    if not messages:
+        return tuple(map(tuple, sending))
     if pp > 1:
         sending = [_with_sends(actions, last, num_frozen_stages) for actions in sending]
     channels: dict[tuple[int, int], list[Action]] = defaultdict(
@@ -239,24 +253,32 @@ def _with_events(order: Sequence[Action], rounds: Sequence[int], zero: int, num_
     ZeRO-1 and 2 gather a stage's weights once per step. ZeRO-1 reduces after the stage's last backward, ZeRO-2 after
     its last of each round, ZeRO-3 after each, and ZeRO-3 holds weights only during a computation (ISCA'25 Figure 4).
     """
-    order = [a for a in order if a.kind is Kind.FORWARD or a.stage >= num_frozen_stages]
-    last_use = {action.stage: position for position, action in enumerate(order)}
+    if num_frozen_stages:
+        order = [a for a in order if a.kind is Kind.FORWARD or a.stage >= num_frozen_stages]
+    stages = [stage for _, stage, _ in order]
+    last_use = {stage: position for position, stage in enumerate(stages)}
+    first_use = {stages[position]: position for position in range(len(stages) - 1, -1, -1)}
     ends = {sum(rounds[: i + 1]) - 1 for i in range(len(rounds))}
     reduce_after = {1: {max(ends)}, 2: ends, 3: set(range(max(ends) + 1))}[zero]
+    if zero == 3:
+        before = after = range(len(order))
+    else:
+        before, after = first_use.values(), last_use.values()
+    gathers, frees = set(before), set(after)
+    reduces = {i for i, (kind, _, m) in enumerate(order) if m in reduce_after and kind is Kind.BACKWARD}
     out: list[Action] = []
-    gathered: set[int] = set()
-    for position, action in enumerate(order):
-        kind, stage, micro_batch = action
-        if stage not in gathered:
+    done = 0
+    for position in sorted(gathers | frees | reduces):
+        out += order[done:position]
+        stage, done = stages[position], position + 1
+        if position in gathers:
             out.append(Action(Kind.GATHER, stage))
-            gathered.add(stage)
-        out.append(action)
-        if kind is Kind.BACKWARD and micro_batch in reduce_after:
+        out.append(order[position])
+        if position in reduces:
             out.append(Action(Kind.REDUCE, stage))
-        if zero == 3 or position == last_use[stage]:
+        if position in frees:
             out.append(Action(Kind.FREE, stage))
-            gathered.remove(stage)
-    return out
+    return out + list(order[done:])
 
 
 def _with_sends(actions: Sequence[Action], last: int, num_frozen_stages: int) -> list[Action]:

@@ -1,0 +1,274 @@
+"""When nothing fits, or no layout is legal: what binds, and the nearest changes with which the job runs.
+
+Every change that is named was tried: a layout of the changed job fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fourfold.planner.chips import CHIPS
+from fourfold.planner.exact import play_exactly
+from fourfold.planner.jobs import Order
+from fourfold.planner.judge import Candidate, candidate, job_of, ranking, usable_bytes
+from fourfold.planner.memory import peak_memory
+from fourfold.planner.problem import DIMENSIONS, Problem
+from fourfold.planner.space import Space, space, tensor_degrees
+from fourfold.planner.step import step_time
+
+GIB = 1 << 30
+MOST_COUNTS = 400  # of GPUs that are tried
+MOST_PLAYED = 20  # layouts until one fits when played, too
+MOST_GROWTH = 4096  # times the GPUs that there are
+_DIMENSION_WORDS = {"virtual_stages": "virtual stages", "micro_batch": "the micro-batch", "recompute": "recomputation"}
+_PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "master weights and moments",
+    "activations": "activations",
+    "gathered_kv": "gathered keys and values",
+    "logits": "logits",
+    "transients": "transients",
+    "buffers": "buffers",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something to do otherwise, and the fastest layout that fits then."""
+
+    kind: str
+    words: str
+    problem: Problem
+    candidate: Candidate
+
+    def __str__(self) -> str:
+        one = self.candidate
+        how = f"{one.schedule} v {one.virtual_stages} micro-batch {one.micro_batch} ZeRO-{one.zero}"
+        again = "" if one.recompute == "none" else f", {one.recompute} recomputation"
+        return (
+            f"{self.words}: {one.layout}, {how}{again}, {one.memory_bytes / GIB:.1f} of "
+            f"{usable_bytes(self.problem) / GIB:.1f} GiB, {one.step_seconds:.3g} s a step"
+        )
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """Why there is no answer, and what would make one."""
+
+    constraint: str
+    """What binds, in a sentence."""
+    leanest: Candidate | None
+    """The layout that lacks least; None if none is legal."""
+    changes: tuple[Change, ...]
+
+
+def explain_infeasible(problem: Problem) -> Infeasible:
+    """What binds, and the nearest changes with which something fits."""
+    layouts = space(problem, hopeful=False)
+    leanest = None
+    if len(layouts):
+        memory = _memory(problem, layouts)
+        leanest = candidate(problem, job_of(problem, layouts, int(np.argmin(memory))))
+    constraint = _binding(problem, leanest) if leanest else _illegal(problem)
+    changes = [change for make in _CHANGES for change in make(problem)]
+    return Infeasible(constraint, leanest, tuple(changes))
+
+
+def fastest_fit(problem: Problem) -> Candidate | None:
+    """The fastest layout that fits, played."""
+    layouts = space(problem)
+    if not len(layouts):
+        return None
+    layouts = layouts.take(np.flatnonzero(_memory(problem, layouts) <= usable_bytes(problem)))
+    if not len(layouts):
+        return None
+    time = [step_time(jobs, problem.stack, imbalance=problem.imbalance).seconds for _, jobs in layouts.chunks(problem)]
+    for row in ranking(layouts, np.concatenate(time))[:MOST_PLAYED]:
+        job = job_of(problem, layouts, int(row))
+        found = candidate(problem, job, play_exactly(job, problem.stack, imbalance=problem.imbalance))
+        if found.fits:
+            return found
+    return None
+
+
+def fits_at_all(problem: Problem) -> bool:
+    """Whether any layout fits. Looks at the leanest settings only: single sequences, most is computed again."""
+    layouts = space(problem)
+    if not len(layouts):
+        return False
+    columns = layouts.columns
+    lean = columns["recompute"] == columns["recompute"].max()
+    if "micro_batch" not in problem.limits:
+        lean &= columns["micro_batch"] == 1
+    if "schedule" not in problem.limits:
+        lean &= columns["order"] != Order.FLEXIBLE
+    layouts = layouts.take(np.flatnonzero(lean))
+    return any((peak_memory(jobs, problem.stack).fits).any() for _, jobs in layouts.chunks(problem))
+
+
+def _memory(problem: Problem, layouts: Space) -> np.ndarray:
+    return np.concatenate([peak_memory(jobs, problem.stack).allocated for _, jobs in layouts.chunks(problem)])
+
+
+def _binding(problem: Problem, leanest: Candidate) -> str:
+    """The largest part of the memory of the layout that lacks least."""
+    usable = usable_bytes(problem)
+    largest = sorted(leanest.memory_parts.items(), key=lambda item: -item[1])[:3]
+    what = ", ".join(f"{size / GIB:.1f} GiB of {_PARTS[name]}" for name, size in largest)
+    within = f" with {_limits(problem)}" if problem.limits else ""
+    return (
+        f"memory: of all layouts{within}, the one that needs least ({leanest.layout}, ZeRO-{leanest.zero}, "
+        f"recomputation {leanest.recompute}, micro-batch {leanest.micro_batch}) allocates "
+        f"{leanest.memory_bytes / GIB:.1f} GiB on pipeline rank {leanest.worst_rank}, and an "
+        f"{problem.cluster.chip.name} has room for {usable / GIB:.1f}: {what}"
+    )
+
+
+def _limits(problem: Problem) -> str:
+    return ", ".join(f"{name} = {' or '.join(map(str, values))}" for name, values in problem.limits.items())
+
+
+def _illegal(problem: Problem) -> str:
+    """Why no layout is legal."""
+    gpus, node = problem.gpus, problem.cluster.gpus_per_node
+    if gpus > node and gpus % node:
+        near = ", ".join(str(n) for n in (gpus // node * node, -(-gpus // node) * node))
+        return f"gpus = {gpus}: must fill nodes of {node} GPUs; nearest legal: {near}"
+    degrees = ", ".join(map(str, tensor_degrees(problem.config)))
+    within = f" and {_limits(problem)}" if problem.limits else ""
+    return (
+        f"no layout: {gpus} GPUs = tp x cp x pp x dp has no solution with tp one of {degrees}, pp at most "
+        f"{problem.config.num_layers + 2}, dp a divisor of {problem.sequences} sequences, 2 cp a divisor of "
+        f"{problem.seq_len} tokens{within}"
+    )
+
+
+def _tried(kind: str, words: str, problem: Problem) -> Iterator[Change]:
+    """The change, if something fits then."""
+    found = fastest_fit(problem)
+    if found is not None:
+        yield Change(kind, words, problem, found)
+
+
+def _drop_limits(problem: Problem) -> Iterator[Change]:
+    """Each limit dropped; if none alone helps, all of them."""
+    found = []
+    for name in DIMENSIONS:
+        if name in problem.limits:
+            freed = problem.replace(limits={key: v for key, v in problem.limits.items() if key != name})
+            for change in _tried("limit", "", freed):
+                was = " or ".join(map(str, problem.limits[name]))
+                now = getattr(change.candidate, name)
+                word = _DIMENSION_WORDS.get(name, name)
+                found.append(replace(change, words=f"{word} {now} instead of {was}"))
+    yield from found
+    if not found and problem.limits:
+        yield from _tried("limit", "without any of the limits", problem.replace(limits={}))
+
+
+def _more_gpus(problem: Problem) -> Iterator[Change]:
+    """The smallest number of GPUs, in whole nodes, with which something fits."""
+    for gpus in _counts(problem):
+        changed = problem.replace(cluster=_with_gpus(problem, gpus))
+        if fits_at_all(changed):
+            yield from _tried("gpus", f"{gpus:,} GPUs instead of {problem.gpus:,}", changed)
+            return
+
+
+def _counts(problem: Problem) -> Iterator[int]:
+    """Numbers of GPUs above the present one: every whole node, then in steps of about an eighth."""
+    node, gpus, tried = problem.cluster.gpus_per_node, problem.gpus, 0
+    while gpus < problem.gpus * MOST_GROWTH and tried < MOST_COUNTS:
+        if gpus < node:
+            gpus = min(2 * gpus, node)
+        else:
+            step = max(1, gpus // (8 * node))
+            gpus = (gpus // node + (1 << (step.bit_length() - 1))) * node
+        tried += 1
+        yield gpus
+
+
+def _with_gpus(problem: Problem, gpus: int) -> Any:
+    import msgspec
+
+    cluster = problem.cluster
+    tier = gpus if cluster.tier >= cluster.gpus else cluster.tier
+    return msgspec.structs.replace(cluster, gpus=gpus, tier=tier)
+
+
+def _larger_memory(problem: Problem) -> Iterator[Change]:
+    """The GPU with least memory with which it fits."""
+    from fourfold.planner.cluster import cluster
+
+    here = problem.cluster.chip
+    if not len(space(problem, hopeful=False)):
+        return
+    for chip in sorted(CHIPS, key=lambda chip: (chip.hbm_bytes, chip.name)):
+        if (
+            chip.hbm_bytes > here.hbm_bytes
+            and ("TPU" in chip.title) == ("TPU" in here.title)
+            and problem.precision.name.lower() in chip.peaks
+        ):
+            changed = problem.replace(cluster=cluster(chip.name, problem.gpus))
+            if fits_at_all(changed):
+                yield from _tried("gpu", f"{chip.name} instead of {here.name}", changed)
+                return
+
+
+def _shorter(problem: Problem) -> Iterator[Change]:
+    """The longest sequence, halved, with which it fits; the same tokens per step."""
+    seq_len, sequences = problem.seq_len, problem.sequences
+    while seq_len % 2 == 0 and seq_len > 1024:
+        seq_len, sequences = seq_len // 2, sequences * 2
+        changed = problem.replace(seq_len=seq_len, sequences=sequences)
+        if fits_at_all(changed):
+            yield from _tried("seq", f"sequences of {seq_len:,} tokens instead of {problem.seq_len:,}", changed)
+            return
+
+
+def _other_batch(problem: Problem) -> Iterator[Change]:
+    """Where no layout is legal: the nearest batch with which one is, and fits."""
+    if len(space(problem, hopeful=False)):
+        return
+    for distance in range(1, problem.gpus + 1):
+        for sequences in (problem.sequences + distance, problem.sequences - distance):
+            if sequences > 0 and fits_at_all(changed := problem.replace(sequences=sequences)):
+                words = f"{sequences:,} sequences per step ({changed.tokens:,} tokens) instead of {problem.sequences:,}"
+                yield from _tried("batch", words, changed)
+                return
+
+
+def _fewer_gpus(problem: Problem) -> Iterator[Change]:
+    """Where no layout is legal: the largest number of GPUs below with which one is, and fits."""
+    if len(space(problem, hopeful=False)):
+        return
+    node = problem.cluster.gpus_per_node
+    step = node if problem.gpus > node else 1
+    for gpus in range((problem.gpus - 1) // step * step, 0, -step)[:64]:
+        changed = problem.replace(cluster=_with_gpus(problem, gpus))
+        if fits_at_all(changed):
+            yield from _tried("gpus", f"{gpus:,} GPUs instead of {problem.gpus:,}", changed)
+            return
+
+
+def _smaller_gradients(problem: Problem) -> Iterator[Change]:
+    """Gradients summed in 16 bits."""
+    if problem.stack.gradient_bytes > 2:
+        changed = problem.replace(stack=replace(problem.stack, gradient_bytes=2))
+        yield from _tried("gradients", "gradients summed in 16 bits (less exact) instead of 32", changed)
+
+
+_CHANGES: tuple[Callable[[Problem], Iterator[Change]], ...] = (
+    _drop_limits,
+    _other_batch,
+    _fewer_gpus,
+    _more_gpus,
+    _larger_memory,
+    _shorter,
+    _smaller_gradients,
+)

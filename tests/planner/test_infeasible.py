@@ -1,0 +1,110 @@
+"""Jobs that cannot run: what binds is named, and every change that is offered works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fourfold.planner.cluster import cluster
+from fourfold.planner.infeasible import Infeasible, explain_infeasible, fits_at_all
+from fourfold.planner.problem import Problem
+from fourfold.planner.search import search
+
+
+def problem(model: str, gpus: int, sequences: int, *, gpu: str = "h100", seq_len: int = 8192, **limits: Any) -> Problem:
+    machine = cluster(gpu, gpus)
+    return Problem.of(model=model, cluster=machine, seq_len=seq_len, sequences=sequences, limits=limits)
+
+
+def check_changes(found: Infeasible, *kinds: str) -> dict[str, str]:
+    """Words by kind; every change fits."""
+    words = {}
+    for change in found.changes:
+        plan = search(change.problem, top=1)
+        assert plan.best is not None, change
+        assert change.candidate.fits
+        words.setdefault(change.kind, str(change))
+    assert set(kinds) <= set(words)
+    return words
+
+
+class TestTooFewGpus:
+    def test_70b_on_a_node(self) -> None:
+        """18 bytes per parameter are 1.27 TB, and a node has 0.68 TB. Two nodes have 1.36."""
+        job = problem("llama3-70b", 8, 64)
+        plan = search(job)
+        assert plan.candidates == ()
+        assert plan.infeasible is not None
+        assert plan.infeasible.constraint.startswith("memory: ")
+        assert "master weights and moments" in plan.infeasible.constraint
+        words = check_changes(plan.infeasible, "gpus", "gpu")
+        assert words["gpus"].startswith("16 GPUs instead of 8: ")
+        # facts.md 4.2: 180 GB of a B200 make 1.4 TB of a node; the H200's 1.1 TB are too few.
+        assert words["gpu"].startswith("b200 instead of h100: ")
+
+    def test_a_card_tuned_on_a_larger_one(self) -> None:
+        """Pains P19: a recipe for 141 GB runs out of memory by a few GiB on 80 GB."""
+        limits = {"tp": (8,), "pp": (1,), "cp": (1,), "zero": (1,), "recompute": ("none",), "micro_batch": (1,)}
+        assert search(problem("llama3-70b", 128, 512, gpu="h200", **limits)).best is not None
+        small = search(problem("llama3-70b", 128, 512, **limits))
+        assert small.best is None
+        assert small.infeasible is not None
+        assert "an h100 has room for 75.8" in small.infeasible.constraint
+
+
+PLAN_A: dict[str, Any] = {
+    **{"tp": (8,), "pp": (1,), "cp": (1,), "dp": (16,), "zero": (1,)},
+    **{"recompute": ("none",), "micro_batch": (1,)},
+}
+
+
+class TestFixedLayout:
+    """facts.md 5.5, plan A: 70B with tp 8 pp 1 dp 16, ZeRO-1, no recomputation: 82 GB with fp32 gradients."""
+
+    def test_does_not_fit(self) -> None:
+        found = explain_infeasible(problem("llama3-70b", 128, 512, **PLAN_A))
+        assert found.leanest is not None
+        assert 75 < found.leanest.memory_bytes / 1e9 < 90
+        assert "gradients" in found.constraint
+        words = check_changes(found, "limit", "gpu", "seq", "gradients")
+        assert "recomputation" in words["limit"] or "instead of" in words["limit"]
+
+    def test_16_bit_gradients_fit(self) -> None:
+        """facts.md 5.5: 64 GB."""
+        changes = explain_infeasible(problem("llama3-70b", 128, 512, **PLAN_A)).changes
+        lean = next(change for change in changes if change.kind == "gradients")
+        assert lean.candidate.memory_bytes / 1e9 == pytest.approx(64, rel=0.08)
+
+    def test_each_limit_that_helps_is_named(self) -> None:
+        changes = explain_infeasible(problem("llama3-70b", 128, 512, **PLAN_A)).changes
+        limits = [change.words for change in changes if change.kind == "limit"]
+        assert any(words.startswith("recomputation selective instead of none") for words in limits)
+        assert any(words.startswith("zero ") for words in limits)
+
+
+class TestNoLayout:
+    def test_part_of_a_node(self) -> None:
+        found = explain_infeasible(problem("llama3-8b", 12, 512))
+        assert found.constraint == "gpus = 12: must fill nodes of 8 GPUs; nearest legal: 8, 16"
+        assert found.leanest is None
+        assert {change.words for change in found.changes} == {"8 GPUs instead of 12", "16 GPUs instead of 12"}
+
+    def test_batch(self) -> None:
+        """11 sequences on 64 GPUs of at most tp 8, without CP and pipeline: dp must be 11 or 1."""
+        job = problem("llama3-8b", 64, 11, tp=(8,), cp=(1,), pp=(1,))
+        found = explain_infeasible(job)
+        assert found.constraint.startswith("no layout: 64 GPUs")
+        words = check_changes(found, "batch", "limit")
+        assert words["batch"].startswith("8 sequences per step (65,536 tokens) instead of 11")
+
+    def test_impossible_whatever_one_does(self) -> None:
+        found = explain_infeasible(problem("llama3-8b", 1, 1, seq_len=131_072))
+        assert found.constraint.startswith("memory: ")
+        check_changes(found, "gpus")
+
+
+def test_quick_answer_agrees_with_the_search() -> None:
+    for gpus in (8, 16):
+        job = problem("llama3-70b", gpus, 96)
+        assert fits_at_all(job) == bool(search(job, top=1).candidates)
