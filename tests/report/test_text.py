@@ -80,7 +80,7 @@ class TestPlain:
             "ZeRO-1: bs = 9 sequences per DP group >= 2 x pp = 4",
             "embedding + 4 layers",
             "4 layers + head",
-            "without activations",
+            "activations: with logits",
         ):
             assert part in text
 
@@ -127,7 +127,7 @@ class TestPlain:
                 train={"dtype": "bfloat16"},
             )
         )
-        assert re.search(r"^1-14 +8 layers +3\.19 B +5\.94 +12\.0 +0\.28 +18\.2 +115-141$", text, re.MULTILINE)
+        assert re.search(r"^1-14 +8 layers +3\.19 B +5\.94 +12\.0 +0\.28 +58\.3-71\.2 +76\.4-89\.3 +115-141$", text, re.MULTILINE)
         assert re.search(r"^0 +embedding \+ 7 layers ", text, re.MULTILINE)
         assert re.search(r"^15 +7 layers \+ head ", text, re.MULTILINE)
         assert "Memory per rank in GiB" in text

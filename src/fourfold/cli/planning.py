@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -92,33 +94,36 @@ def plan(
         found = search(problem, top=top, own=own)
     except (RecipeError, ValueError, OSError) as error:
         return fail(error, USER_ERROR)
-
-    from fourfold.planner.paper import paper_layout
-
-    paper = paper_layout(problem)
     if as_json:
+        from fourfold.planner.explain import explain as reasons
         from fourfold.planner.plan_json import plan_json
 
-        print(json.dumps(plan_json(found, paper)))
+        print(json.dumps(plan_json(found, reasons(found) if explain else None)))
     else:
         from fourfold.report.plan import print_plan
 
-        print_plan(found, paper)
-    if explain and not as_json:
-        from fourfold.planner.explain import explain as reasons
-        from fourfold.report.explain import print_explanation
+        print_plan(found)
+        if explain:
+            from fourfold.planner.explain import explain as reasons
+            from fourfold.report.explain import print_explanation
 
-        print_explanation(reasons(found, paper))
+            print()
+            print_explanation(reasons(found))
     if recipe_out is not None:
-        from fourfold.planner.as_recipe import write_best
+        from fourfold.planner.as_recipe import layout_for_recipe, write_recipe
 
         try:
-            written = write_best(found, recipe_out)
+            write_recipe(problem, layout_for_recipe(found), recipe_out, command=_command())
         except (ValueError, OSError) as error:
             return fail(error, USER_ERROR)
         if not as_json:
-            print(written)
+            print(f"Recipe: {recipe_out}")
     return 0 if found.candidates else RUN_FAILED
+
+
+def _command() -> str:
+    """What was typed."""
+    return shlex.join(["fourfold", *sys.argv[1:]])
 
 
 def _problem(
@@ -172,7 +177,7 @@ def _problem(
         )
         return problem, None
     problem = Problem.from_recipe(known, cluster=machines, stack=software, documents=documents, limits=limits)
-    changes = {}
+    changes: dict[str, Any] = {}
     if model is not None:
         from fourfold.planner.problem import read_model
 
@@ -208,11 +213,11 @@ def accuracy(
     as_json
         Print one JSON object instead of tables.
     """
-    from fourfold.planner.accuracy import accuracy_json, score
+    from fourfold.planner.accuracy import accuracy_json, score_tables
     from fourfold.report.accuracy import print_accuracy
 
     try:
-        scored = score(data or None, half=half)
+        scored = score_tables(data or None, half=half)
     except (ValueError, OSError) as error:
         return fail(error, USER_ERROR)
     if as_json:

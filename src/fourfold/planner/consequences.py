@@ -15,6 +15,10 @@ from fourfold.planner.arithmetic import (
     moments_per_parameter,
     rank_bytes,
 )
+from fourfold.planner.memory import RESERVE
+from fourfold.planner.run_memory import run_memory
+from fourfold.planner.run_time import run_cluster, run_seconds
+from fourfold.planner.walk import RankMemory
 from fourfold.recipe import Phase, RunPlan
 
 
@@ -29,7 +33,8 @@ class RankConsequences:
     head: bool
     parameters: int  # that one GPU computes with, after tensor parallelism
     trained_parameters: int
-    bytes: Bytes
+    bytes: Bytes  # without activations; each kind at its own peak
+    memory: RankMemory  # with them; all kinds at the rank's worst moment
     warmup: int  # forwards before its first backward
     in_flight_peak: int  # (micro-batch, stage) pairs whose activations are alive at once
     reduce_scatters: int  # per step, counted per virtual stage
@@ -82,13 +87,18 @@ class Consequences:
     num_frozen_stages: int
     ranks: tuple[RankConsequences, ...]  # by pipeline rank; bytes and in-flight peaks are the largest of all phases
     later_phases: tuple[LaterPhase, ...]  # other batches, in order
-    step_seconds: float | None  # None: unknown
+    step_seconds: float | None  # predicted, of the first phase; None: unknown
+    usable_bytes: float | None  # of a GPU, less what CUDA and NCCL hold; None: unknown
 
 
 def consequences(plan: RunPlan) -> Consequences:
-    """Derives everything from a plan. Pure arithmetic: no torch, no files, milliseconds."""
+    """Derives everything from a plan. No torch, milliseconds.
+
+    Raises:
+        RecipeError: ``cluster.gpu`` is not known.
+    """
     recipe, config, schedule, grid = plan.recipe, plan.config, plan.schedule, plan.grid
-    timeline = play(schedule)
+    timeline, machines = play(schedule), run_cluster(plan)
     freeze = recipe.train.freeze
     counts = count_stages(config, plan.stages, tp=grid.tp, num_shards=grid.dp * grid.cp, freeze=freeze)
     return Consequences(
@@ -119,9 +129,10 @@ def consequences(plan: RunPlan) -> Consequences:
         zero=plan.zero,
         zero_reason=plan.zero_reason,
         num_frozen_stages=schedule.num_frozen_stages,
-        ranks=tuple(_rank(plan, pp_rank, counts) for pp_rank in range(grid.pp)),
+        ranks=tuple(_rank(plan, memory, counts) for memory in run_memory(plan)),
         later_phases=tuple(map(_later, plan.phases[1:])),
-        step_seconds=None,
+        step_seconds=run_seconds(plan),
+        usable_bytes=None if machines is None else machines.chip.hbm_bytes - RESERVE,
     )
 
 
@@ -138,7 +149,8 @@ def _later(phase: Phase) -> LaterPhase:
     )
 
 
-def _rank(plan: RunPlan, pp_rank: int, counts: Sequence[StageCount]) -> RankConsequences:
+def _rank(plan: RunPlan, memory: RankMemory, counts: Sequence[StageCount]) -> RankConsequences:
+    pp_rank = memory.pp_rank
     schedule, optimizer = plan.schedule, plan.recipe.optimizer
     mine, held = plan.stages[pp_rank :: schedule.pp], counts[pp_rank :: schedule.pp]
 
@@ -160,6 +172,7 @@ def _rank(plan: RunPlan, pp_rank: int, counts: Sequence[StageCount]) -> RankCons
         parameters=sum(c.held for c in held),
         trained_parameters=sum(c.trained for c in held),
         bytes=max((held_in(phase.schedule) for phase in plan.phases), key=lambda held: held.total),
+        memory=memory,
         warmup=schedule.warmup[pp_rank],
         in_flight_peak=max(phase.schedule.in_flight_peak[pp_rank] for phase in plan.phases),
         reduce_scatters=schedule.reduce_scatters[pp_rank],

@@ -8,7 +8,7 @@ NumPy array of one value per job, or a 0-d array where all jobs agree; formulas 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any, Self
 
@@ -138,6 +138,9 @@ class Jobs:
     nic: Column  # bytes/s one-way per GPU between domains
     tier: Column  # GPUs that full bandwidth connects; beyond, `nic` is divided by `oversubscription`
     oversubscription: Column
+
+    # Software again, for what measured runs of 2023 differ by
+    fused_norms: Column = field(default_factory=lambda: np.asarray(True))  # bool: one kernel each; else eager, in fp32
 
     @property
     def gpus(self) -> Column:

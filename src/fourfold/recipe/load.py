@@ -59,11 +59,11 @@ def to_toml(recipe: Recipe) -> str:
     lines = ["# Written by Fourfold: every key of the recipe, defaults included."]
     for name, section in to_table(recipe).items():
         lines.append(f"\n[{name}]")
-        lines += [f"{key} = {_toml(value)}" for key, value in section.items() if not isinstance(value, dict)]
+        lines += [f"{key} = {toml_value(value)}" for key, value in section.items() if not isinstance(value, dict)]
         for key, value in section.items():
             if isinstance(value, dict):
                 lines.append(f"\n[{name}.{key}]")
-                lines += [f"{inner} = {_toml(v)}" for inner, v in value.items()]
+                lines += [f"{inner} = {toml_value(v)}" for inner, v in value.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -258,12 +258,12 @@ def _without_none(section: Section) -> Iterator[tuple[str, object]]:
             yield key, value
 
 
-def _toml(value: object) -> str:
+def toml_value(value: object) -> str:
     """A value as TOML. Strings may hold anything: control characters are escaped."""
     if isinstance(value, str):
         return show(value).translate({c: f"\\u{c:04x}" for c in (*range(32), 127)})
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {_toml(inner)}' for key, inner in value.items())}}}"
+        return f"{{{', '.join(f'{key} = {toml_value(inner)}' for key, inner in value.items())}}}"
     return show(value)

@@ -106,6 +106,11 @@ def _facts(what: Consequences) -> list[tuple[str, str]]:
         facts.append(
             ("time", f"{what.step_seconds:.3g} s per step, {what.tokens_per_step / what.step_seconds:,.0f} tokens/s")
         )
+    if what.usable_bytes is not None:
+        needed = max(rank.memory.reserved for rank in what.ranks)
+        numbers = f"{format_bytes(needed)} with what allocators lose, of {format_bytes(what.usable_bytes)}"
+        fits = needed <= what.usable_bytes
+        facts.append(("memory" if fits else "note", f"{'fits' if fits else 'does not fit'}: {numbers}"))
     return facts
 
 
@@ -145,33 +150,55 @@ def _later(phase: LaterPhase) -> str:
 
 
 def _memory(what: Consequences, *, pretty: bool) -> Table:
-    _, size = _unit(max(rank.bytes.total for rank in what.ranks))
+    _, size = _unit(max(map(_allocated, what.ranks)))
     table = Table(box=box.SIMPLE_HEAD if pretty else None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("pp rank", no_wrap=True)
     table.add_column("holds")
-    for title in ("parameters", "weights", "gradients", "kept", "sum", "in flight"):
+    titles = ("params", "weights", "gradients", "kept", "activations", "sum", "in flight")
+    if pretty:  # a terminal may have but 80 columns
+        titles = ("params", "weights", "gradi-\nents", "kept", "activa-\ntions", "sum", "in\nflight")
+    for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     for _, alike in groupby(what.ranks, key=_content):
         ranks = list(alike)
         first, last = ranks[0], ranks[-1]
         live = sorted({first.in_flight_peak, last.in_flight_peak})
         held = first.bytes
-        kinds = (held.weights, held.gradients + held.gradient_shards, held.master + held.optimizer, held.total)
+        kinds = (held.weights, held.gradients + held.gradient_shards, held.master + held.optimizer)
+        live_bytes = (_range(size, *map(number, (first, last))) for number in (_activations, _allocated))
         table.add_row(
             f"{first.pp_rank}" if first is last else f"{first.pp_rank}-{last.pp_rank}",
             _holds(first),
             format_count(first.parameters),
             *(_three_digits(number / size) for number in kinds),
+            *live_bytes,
             "-".join(map(str, live)),
         )
     return table
 
 
+def _activations(rank: RankConsequences) -> float:
+    """At the rank's worst moment: what is kept for backward, and what is alive for that moment only."""
+    held = rank.memory
+    return held.activations + held.gathered_kv + held.logits + held.transients
+
+
+def _allocated(rank: RankConsequences) -> float:
+    """All at the rank's worst moment but buffers, which depend on the device."""
+    return rank.memory.total - rank.memory.buffers
+
+
+def _range(size: int, one: float, other: float) -> str:
+    """Two numbers of bytes in their order, or one if they look alike."""
+    texts = [_three_digits(number / size) for number in sorted((one, other))]
+    return "-".join(dict.fromkeys(texts))
+
+
 def _title(what: Consequences) -> str:
-    largest = max(what.ranks, key=lambda rank: rank.bytes.total)
-    unit, _ = _unit(largest.bytes.total)
-    where = f" (pp rank {largest.pp_rank})" if what.pp > 1 else ""
-    return f"Memory per rank in {unit}, without activations; at most {format_bytes(largest.bytes.total)}{where}"
+    fullest = max(what.ranks, key=_allocated)
+    unit, _ = _unit(_allocated(fullest))
+    where = f" (pp rank {fullest.pp_rank})" if what.pp > 1 else ""
+    return f"Memory per rank in {unit}; at most {format_bytes(_allocated(fullest))}{where}"
 
 
 def _legend(what: Consequences) -> str:
@@ -181,7 +208,8 @@ def _legend(what: Consequences) -> str:
     shared = f", shared by dp x cp = {what.dp * what.cp} ranks" if what.dp * what.cp > 1 else ""
     return (
         f"weights: {what.dtype}, gathered to compute with. gradients: float32 sums. "
-        f"kept: float32 master weights{moments}{shared}. "
+        f"kept: float32 master weights{moments}{shared}. activations: with logits, and what is alive for a moment. "
+        "sum: at the rank's worst moment, where not every kind is at its peak; without buffers of messages and libraries. "
         "in flight: most (micro-batch, stage) pairs whose activations are alive at once."
     )
 

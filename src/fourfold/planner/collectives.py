@@ -1,0 +1,77 @@
+"""Seconds of collectives: latency per hop of a ring, and bytes over the narrowest link on the way.
+
+A group of n ranks, `stride` apart in the order of ranks, has k of its members in one NVLink domain. Inside, bytes move
+at the GPU's link. Where the group leaves the domain, its members there use nearly all of their NICs at once. The ring
+is pipelined, so that the slower of both counts. All-gather and reduce-scatter of M bytes over n ranks take n - 1 hops
+and (n - 1) / n M / bandwidth; an all-reduce is one of each. (algorithms.md 3.4)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fourfold.planner.jobs import Column, Jobs
+
+if TYPE_CHECKING:
+    from fourfold.planner.stack import Constants
+
+RAILS = 0.85  # k members of a group in a domain reach k ** RAILS times the bandwidth of one NIC: paths collide
+LINK_LATENCY = 0.15  # of a hop inside the domain, relative to one between domains
+START = 10e-6  # seconds from launch to the first byte
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group, and how its ranks are connected."""
+
+    size: Column
+    inside: Column  # members per NVLink domain
+    link: Column  # bytes/s per member
+    nic: Column  # bytes/s out of a domain, all members in it together
+    latency: Column  # seconds per hop between domains
+
+    @property
+    def domains(self) -> Column:
+        """NVLink domains that the group spans."""
+        return self.size / self.inside
+
+
+def group(jobs: Jobs, constants: Constants, *, size: Column, stride: Column) -> Group:
+    """A group of `size` ranks, `stride` apart. Beyond the tier of full bandwidth, NICs share what is oversubscribed."""
+    inside = np.clip(jobs.domain / stride, 1, size)
+    nics = inside**RAILS
+    beyond = size * stride > jobs.tier
+    nic = nics * jobs.nic * constants.nic / np.where(beyond, jobs.oversubscription, 1)
+    return Group(
+        size=size, inside=inside, link=jobs.link * constants.link, nic=nic, latency=np.asarray(constants.latency)
+    )
+
+
+def all_gather(ranks: Group, size: Column) -> Column:
+    """Seconds until every member has all `size` bytes, of which it had 1 / n; 0 in a group of one."""
+    n, domains = ranks.size, ranks.domains
+    within = (n - 1) / n * size / ranks.link
+    between = (domains - 1) / domains * size / ranks.nic
+    hops = (domains - 1) + LINK_LATENCY * (n - domains)
+    return np.where(n > 1, START + ranks.latency * hops + np.maximum(within, between), 0.0)
+
+
+def reduce_scatter(ranks: Group, size: Column) -> Column:
+    """Seconds until every member has its 1 / n of the sum of `size` bytes: the way of an all-gather, backwards."""
+    return all_gather(ranks, size)
+
+
+def all_reduce(ranks: Group, size: Column) -> Column:
+    """Seconds until every member has the sum of `size` bytes."""
+    return reduce_scatter(ranks, size) + all_gather(ranks, size)
+
+
+def send(jobs: Jobs, constants: Constants, size: Column, *, stride: Column) -> Column:
+    """Seconds of `size` bytes to the rank `stride` further, by the link if that is in the same domain."""
+    pair = group(jobs, constants, size=np.asarray(2), stride=stride)
+    near = pair.inside > 1
+    hop = np.where(near, LINK_LATENCY, 1.0) * pair.latency
+    return START + hop + size / np.where(near, pair.link, pair.nic)

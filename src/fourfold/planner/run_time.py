@@ -1,0 +1,45 @@
+"""How long a step of a run will take, from its checked recipe, where the recipe says on what it runs."""
+
+from __future__ import annotations
+
+from fourfold.layout import compile_program
+from fourfold.planner.cluster import Cluster, cluster
+from fourfold.planner.exact import stage_seconds
+from fourfold.planner.run_memory import PRECISIONS, job_of
+from fourfold.planner.stack import load_stack
+from fourfold.planner.step import parts
+from fourfold.recipe import RecipeError, RunPlan
+from fourfold.recipe.errors import Problem
+
+
+def run_seconds(plan: RunPlan) -> float | None:
+    """Seconds of a step in the first phase, its schedule played; None if the recipe names no GPU, runs on CPU, or
+    freezes parameters, of which the time model knows nothing.
+
+    Raises:
+        RecipeError: ``cluster.gpu`` is neither a chip that the planner knows nor a readable file.
+    """
+    machines = run_cluster(plan)
+    if machines is None or plan.recipe.train.device == "cpu" or plan.recipe.train.freeze:
+        return None
+    try:
+        hardware = machines.columns(PRECISIONS[plan.recipe.train.dtype])
+    except ValueError:  # a chip without these numbers
+        return None
+    job = job_of(plan, plan.phases[0]).replace(**hardware)
+    pieces = parts(job, load_stack("standard"))
+    forward, backward = stage_seconds(pieces, plan.stages)
+    pipeline = compile_program(plan.schedule).play(forward=forward, backward=backward, message=float(pieces.message))
+    once = pieces.gather_exposed + pieces.reduce_exposed + pieces.optimizer + pieces.fixed
+    return float(pieces.inflation * (pipeline.step_time + once))
+
+
+def run_cluster(plan: RunPlan) -> Cluster | None:
+    """The machines of a recipe; None if it does not say. RecipeError if they are unknown."""
+    gpu = plan.recipe.cluster.gpu
+    if gpu is None:
+        return None
+    try:
+        return cluster(gpu, plan.grid.size)
+    except ValueError as error:
+        raise RecipeError([Problem("cluster.gpu", gpu, str(error))]) from None

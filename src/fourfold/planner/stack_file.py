@@ -1,0 +1,69 @@
+"""Stacks and the chips' shares as TOML: what `fourfold calibrate` and `benchmarks/calibrate.py` leave behind."""
+
+from __future__ import annotations
+
+from fourfold.planner.calibrate import CalibratedStack
+from fourfold.planner.cluster import CHIPS
+from fourfold.planner.fitting import Fit
+from fourfold.planner.priors import SUSTAINED_PRIORS
+from fourfold.planner.stack import CONSTANT_UNITS, SOFTWARE
+
+
+def stack_text(found: CalibratedStack) -> str:
+    """The file of a stack. `stack.parse_stack` reads it."""
+    stack = found.stack
+    lines = [
+        f"name = {_toml(stack.name)}",
+        f"description = {_toml(stack.description)}",
+        f"saved_set = {_toml(stack.saved_set)}",
+        f"allocator = {stack.allocator:g}",
+        f"allocator_band = [{stack.allocator_band[0]:g}, {stack.allocator_band[1]:g}]",
+        "",
+        "[band] # multiples of predicted seconds between which nine of ten runs lie",
+        f"low = {stack.band[0]:.3f}",
+        f"high = {stack.band[1]:.3f}",
+        "",
+        "[software]",
+        *(f"{name} = {_toml(getattr(stack, name))}" for name in SOFTWARE),
+        f"portable_attention = {_toml(bool(stack.constants.portable))}",
+        "",
+        "[residual] # of the runs that the constants were fitted on, in percent",
+        f"runs = {found.runs}",
+        f"mean = {100 * found.mean_error:.2f}",
+        f"bias = {100 * found.bias:.2f}",
+    ]
+    source = f"{found.runs} runs: {found.sources}" if found.runs else "common to all stacks: no runs of its own"
+    for name, unit in CONSTANT_UNITS.items():
+        lines += [
+            "",
+            f"[constants.{name}]",
+            f"value = {float(getattr(stack.constants, name)):.4g}",
+            f"unit = {_toml(unit)}",
+            f"source = {_toml(source)}",
+            f"residual = {100 * found.mean_error:.2f} # percent, of those runs",
+            f"open = {100 * found.open[name]:.0f} # percent, standard deviation that they leave it",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def chips_text(found: Fit, *, source: str) -> str:
+    """The file of what chips sustain. `stack.load_sustained` reads it."""
+    lines = [
+        "# Shares of the dense peak that big work sustains. `open`: standard deviation in percent that the runs leave.",
+        f"# {source}",
+    ]
+    for index, chip in enumerate(CHIPS):
+        lines += ["", f"[{chip.name}] # {chip.title}"]
+        for name in SUSTAINED_PRIORS:
+            value, left = getattr(found.sustained, name)[index], found.open_shares[name][index]
+            lines.append(f"{name} = {{ value = {value:.4f}, open = {100 * left:.0f} }}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: str | bool | int) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return str(value)
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
