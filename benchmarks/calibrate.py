@@ -23,7 +23,7 @@ from fourfold.planner.fitting import Fit, Report
 from fourfold.planner.jobs import Order, Precision, Recompute, Split
 from fourfold.planner.measured import MEASUREMENTS, read
 from fourfold.planner.rows import MeasuredRow, is_calibration
-from fourfold.planner.stack import Stack
+from fourfold.planner.stack import TRAITS, Stack
 from fourfold.planner.stack_file import chips_text, stack_text
 
 TABLES = ("published.csv", "a100_steps_multi_node.csv", "a100_steps_one_node.csv", "b200_rank_memory.csv")
@@ -42,6 +42,7 @@ class Family:
     saved_set: str
     description: str
     portable: bool = True  # attention is not written for the chip
+    pxn: bool = True  # NCCL 2.12 or later
     fused_attention: bool = True
     compiled: bool = False
     tp_overlap: bool = False
@@ -56,9 +57,10 @@ STACKS = (
            portable=False),
     Family("megatron", "megatron", "Megatron-Core with TransformerEngine: NeMo, Megatron-Bridge, MLPerf",
            portable=False, tp_overlap=True, gradient_bytes=2, reduce_bytes=2),
-    Family("megatron-2021", "megatron-2021", "Megatron-LM before fused attention, and its forks",
+    Family("megatron-2021", "megatron-2021", "Megatron-LM before fused attention, and its forks", pxn=False,
            fused_attention=False, gradient_bytes=2, reduce_bytes=2),
-    Family("megatron-deepspeed", "megatron-2021", "Megatron-DeepSpeed as it trained BLOOM", fused_attention=False),
+    Family("megatron-deepspeed", "megatron-2021", "Megatron-DeepSpeed as it trained BLOOM", fused_attention=False,
+           pxn=False),
     Family("megatron-flash", "aleph-alpha", "Megatron-like software of 2023 with FlashAttention"),
     Family("deepspeed", "fsdp", "DeepSpeed ZeRO-3 of 2021: every parameter gathered on its own",
            fused_attention=False, gradient_bytes=2, reduce_bytes=2),
@@ -146,8 +148,8 @@ def _llama3(name: str, *, gpus: int, seq_len: int, cp: int, dp: int, tflops: flo
 
 def fit_rows(rows: Sequence[MeasuredRow], report: Report | None = None) -> Fit:
     """All stacks from these rows."""
-    portable = [family.portable for family in STACKS]
-    return fit_project(runs_of(rows, NAMES), portable=portable, loose=LOOSE, known=KNOWN, report=report)
+    traits = {name: [getattr(family, name) for family in STACKS] for name in TRAITS}
+    return fit_project(runs_of(rows, NAMES), traits=traits, loose=LOOSE, known=KNOWN, report=report)
 
 
 def build(found: Fit, index: int, rows: Sequence[MeasuredRow]) -> CalibratedStack:

@@ -106,7 +106,9 @@ class TestProject:
         rows = [replace(row, stack=name) for row in runs_under(STANDARD) for name in ("one", "two")]
         rows = [replace(row, group=f"{row.group} {row.stack}") for row in rows]
         names = ["one", "two", "none"]
-        found = fit_project(runs_of(rows, names), portable=[False] * 3, known={(0, "dp_hidden"): 0.02})
+        found = fit_project(
+            runs_of(rows, names), traits={"portable": [False] * 3, "pxn": [True] * 3}, known={(0, "dp_hidden"): 0.02}
+        )
         assert np.mean(np.abs(found.residuals(runs_of(rows, names)))) < 0.02
         assert found.constants["dp_hidden"][0] == pytest.approx(0.02)
         assert found.constants["matmul"][2] == 1

@@ -34,6 +34,14 @@ class TestGroup:
         assert all_gather(node, np.asarray(1e9)) == pytest.approx(7 / 8 * 1e9 / node.nic, rel=0.01)
         assert ranks(64, stride=4).nic == pytest.approx(50e9 * 2**RAILS)
 
+    def test_before_nccl_2_12_groups_of_part_of_a_node_met_on_one_nic(self):
+        """tp4 on A100 nodes with four NICs for 8 GPUs: two members reach half of one GPU's share, four a whole one."""
+        old = replace(PERFECT, pxn=np.asarray(False))
+        assert ranks(64, stride=4, constants=old).nic == pytest.approx(0.5 * 50e9)
+        assert ranks(64, stride=2, constants=old).nic == pytest.approx(50e9)
+        for stride in (1, 8):
+            assert ranks(64, stride=stride, constants=old).nic == ranks(64, stride=stride).nic
+
     def test_spans(self):
         assert (ranks(8).inside, ranks(8).domains) == (8, 1)
         assert (ranks(16, stride=4).inside, ranks(16, stride=4).domains) == (2, 8)

@@ -8,7 +8,15 @@ import pytest
 from fourfold.planner.cluster import CHIPS
 from fourfold.planner.priors import FAMILIES, PRIORS
 from fourfold.planner.saved import saved_set_names
-from fourfold.planner.stack import CONSTANT_UNITS, Constants, load_stack, load_sustained, parse_stack, stack_names
+from fourfold.planner.stack import (
+    CONSTANT_UNITS,
+    TRAITS,
+    Constants,
+    load_stack,
+    load_sustained,
+    parse_stack,
+    stack_names,
+)
 
 
 def test_standard_first_and_all_can_be_read():
@@ -58,7 +66,7 @@ def test_chips():
 
 
 def test_constants_are_the_units_keys():
-    assert set(CONSTANT_UNITS) == set(Constants.__dataclass_fields__) - {"sustained", "portable"}
+    assert set(CONSTANT_UNITS) == set(Constants.__dataclass_fields__) - {"sustained", *TRAITS}
 
 
 class TestErrors:

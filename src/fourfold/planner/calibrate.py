@@ -21,7 +21,7 @@ from fourfold.planner.fitting import Fit, Model, Report, Runs, Unknown, find, un
 from fourfold.planner.jobs import Column
 from fourfold.planner.priors import FAMILIES, PORTABLE, PRIORS, SUSTAINED_PRIORS
 from fourfold.planner.rows import MeasuredRow, jobs_of
-from fourfold.planner.stack import SOFTWARE, Stack, load_stack
+from fourfold.planner.stack import SOFTWARE, TRAITS, Stack, load_stack
 
 TRUST = {"A": 1.0, "B": 0.3, "C": 0.1}  # how much a row counts by its quality
 NEW = 1.5  # a new stack may be so many times further from its base than one of the project's from what is common
@@ -91,7 +91,7 @@ def fit(rows: Sequence[MeasuredRow], base: Stack, *, name: str, report: Report |
         [Unknown(constant, NEW * prior.own, stack=0) for constant, prior in PRIORS.items()],
         {c: unbounded(getattr(base.constants, c), prior.share)[None] for c, prior in PRIORS.items()},
         {s: unbounded(getattr(sustained, s), prior.share) for s, prior in SUSTAINED_PRIORS.items()},
-        np.array([base.constants.portable]),
+        {trait: np.array([getattr(base.constants, trait)]) for trait in TRAITS},
     )
     found = find(model, runs, report)
     stack = replace(
@@ -108,17 +108,18 @@ def fit(rows: Sequence[MeasuredRow], base: Stack, *, name: str, report: Report |
 def fit_project(
     runs: Runs,
     *,
-    portable: Sequence[bool],
+    traits: Mapping[str, Sequence[bool]],
     loose: Mapping[tuple[int, str], float] | None = None,
     known: Mapping[tuple[int, str], float] | None = None,
     report: Report | None = None,
 ) -> Fit:
     """Constants of several stacks and shares of all chips, together. A stack without runs gets what is common.
 
-    `portable`: per stack, whether its attention is not written for the chip. `loose`: (stack, constant) that may be so
-    many times further from what is common. `known`: (stack, constant) that is known otherwise, and stays.
+    `traits`: those of `stack.TRAITS`, per stack. `loose`: (stack, constant) that may be so many times further from what
+    is common. `known`: (stack, constant) that is known otherwise, and stays.
     """
     loose, known = loose or {}, known or {}
+    stacks = len(traits[TRAITS[0]])
     number = {chip.name: index for index, chip in enumerate(CHIPS)}
     shares = {name: np.full(len(CHIPS), prior.guess) for name, prior in SUSTAINED_PRIORS.items()}
     seen = {CHIPS[int(chip)].name for chip in np.atleast_1d(runs.jobs.chip)}
@@ -137,9 +138,9 @@ def fit_project(
             unknowns += [Unknown(name, prior.own, chips=(number[chip],)) for chip in chips if chip in seen]
     model = Model(
         unknowns,
-        {name: np.full(len(portable), unbounded(prior.guess, prior.share)) for name, prior in PRIORS.items()},
+        {name: np.full(stacks, unbounded(prior.guess, prior.share)) for name, prior in PRIORS.items()},
         {name: unbounded(value, SUSTAINED_PRIORS[name].share) for name, value in shares.items()},
-        np.array(portable),
+        {name: np.array(values) for name, values in traits.items()},
         known={at: float(unbounded(value, PRIORS[at[1]].share)) for at, value in known.items()},
     )
     return find(model, runs, report)

@@ -18,7 +18,11 @@ from fourfold.planner.jobs import Column, Jobs
 if TYPE_CHECKING:
     from fourfold.planner.stack import Constants
 
+NODE = 8  # GPUs
 RAILS = 0.85  # k members of a group in a domain reach k ** RAILS times the bandwidth of one NIC: paths collide
+OLD_RAILS = (
+    0.25  # of the NICs of its members that a group of part of a node reached before NCCL 2.12 (2022): groups met
+)
 LINK_LATENCY = 0.15  # of a hop inside the domain, relative to one between domains
 START = 10e-6  # seconds from launch to the first byte
 
@@ -42,7 +46,8 @@ class Group:
 def group(jobs: Jobs, constants: Constants, *, size: Column, stride: Column) -> Group:
     """A group of `size` ranks, `stride` apart. Beyond the tier of full bandwidth, NICs share what is oversubscribed."""
     inside = np.clip(jobs.domain / stride, 1, size)
-    nics = inside**RAILS
+    part_of_node = (inside > 1) & (inside < np.minimum(jobs.domain, NODE))
+    nics = np.where(constants.pxn | ~part_of_node, inside**RAILS, inside * OLD_RAILS)
     beyond = size * stride > jobs.tier
     nic = nics * jobs.nic * constants.nic / np.where(beyond, jobs.oversubscription, 1)
     return Group(

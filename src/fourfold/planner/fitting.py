@@ -69,7 +69,7 @@ class Model:
     unknowns: Sequence[Unknown]
     constants: Mapping[str, Column]  # per stack, unbounded, where all unknowns are 0
     shares: Mapping[str, Column]  # per chip, likewise
-    portable: Column  # bool per stack
+    traits: dict[str, Column]  # bool per stack: what of `Constants` is not fitted
     known: Mapping[tuple[int, str], float] = field(default_factory=dict)  # (stack, constant), unbounded: stay
 
     def at(self, values: Column) -> tuple[dict[str, Column], Sustained]:
@@ -90,12 +90,12 @@ class Model:
 
     def residuals(self, values: Column, runs: Runs) -> Column:
         """log(predicted / measured) of each run."""
-        return _residuals(*self.at(values), self.portable, runs)
+        return _residuals(*self.at(values), self.traits, runs)
 
 
-def _residuals(constants: Mapping[str, Column], sustained: Sustained, portable: Column, runs: Runs) -> Column:
-    columns = {name: value[runs.stack] for name, value in constants.items()}
-    of_runs = Constants(**columns, sustained=sustained, portable=portable[runs.stack])
+def _residuals(constants: dict[str, Column], sustained: Sustained, traits: dict[str, Column], runs: Runs) -> Column:
+    columns = {name: value[runs.stack] for name, value in (constants | traits).items()}
+    of_runs = Constants(**columns, sustained=sustained)
     return np.log(step_time(runs.jobs, of_runs).seconds / runs.seconds)
 
 
@@ -103,20 +103,20 @@ def _residuals(constants: Mapping[str, Column], sustained: Sustained, portable: 
 class Fit:
     """Constants found, per stack and per chip, and how far the runs leave each open (relative standard deviation)."""
 
-    constants: Mapping[str, Column]
+    constants: dict[str, Column]
     sustained: Sustained
-    portable: Column
+    traits: dict[str, Column]
     open_constants: Mapping[str, Column]
     open_shares: Mapping[str, Column]
 
     def of_stack(self, index: int) -> Constants:
         """The constants of one stack."""
-        values = {name: value[index] for name, value in self.constants.items()}
-        return Constants(**values, sustained=self.sustained, portable=self.portable[index])
+        values = {name: value[index] for name, value in (self.constants | self.traits).items()}
+        return Constants(**values, sustained=self.sustained)
 
     def residuals(self, runs: Runs) -> Column:
         """log(predicted / measured) of each run."""
-        return _residuals(self.constants, self.sustained, self.portable, runs)
+        return _residuals(self.constants, self.sustained, self.traits, runs)
 
 
 def find(model: Model, runs: Runs, report: Report | None = None) -> Fit:
@@ -133,7 +133,7 @@ def find(model: Model, runs: Runs, report: Report | None = None) -> Fit:
         * (1 - getattr(sustained, name))
         for name in SUSTAINED_PRIORS
     }
-    return Fit(constants, sustained, model.portable, left, left_of_chips)
+    return Fit(constants, sustained, model.traits, left, left_of_chips)
 
 
 def _open(model: Model, covariance: Column, name: str, *, stack: int | None = None, chip: int | None = None) -> float:

@@ -82,7 +82,9 @@ def _row(cells: Cells, name: str) -> MeasuredRow:
         | layout
         | _software(cells, software=software, layout=layout)
         | {"precision": precision}
-        | _hardware(cells, precision=precision, gpus=layout["tp"] * layout["cp"] * layout["pp"] * layout["dp"])
+        | _hardware(
+            cells, software, precision=precision, gpus=layout["tp"] * layout["cp"] * layout["pp"] * layout["dp"]
+        )
     )
     columns |= _sharding(cells, columns, default=software.zero)
     columns["pairs"] = columns["seq_len"] * (columns["seq_len"] + 1) // 2
@@ -190,7 +192,7 @@ def _software(cells: Cells, *, software: wording.Framework, layout: dict[str, An
     }
 
 
-def _hardware(cells: Cells, *, precision: Precision, gpus: int) -> dict[str, Any]:
+def _hardware(cells: Cells, software: wording.Framework, *, precision: Precision, gpus: int) -> dict[str, Any]:
     name = wording.chip(cells.text("gpu"))
     if name is None:
         raise _UnscoredError(f"no numbers of the chip: {cells.text('gpu') or 'not stated'}")
@@ -206,7 +208,7 @@ def _hardware(cells: Cells, *, precision: Precision, gpus: int) -> dict[str, Any
             domain=domain,
             node=node,
             link=wording.links(inside),
-            nic=wording.network(between, gpus_per_node=node),
+            nic=wording.network(between, gpus_per_node=node) or (software.network and software.network / node),
             oversubscription=wording.oversubscription(between),
         ).columns(precision)
     except ValueError:

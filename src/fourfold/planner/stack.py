@@ -62,9 +62,12 @@ class Constants:
     fixed: Column  # seconds per step: data, logging, gradient norm, synchronisation
     slow: Column  # growth of the step per doubling of GPUs beyond 8: the slowest of many
     sustained: Sustained
+    # Traits, known and not fitted
     portable: Column = field(default_factory=lambda: np.asarray(False))  # bool: attention is not written for the chip
+    pxn: Column = field(default_factory=lambda: np.asarray(True))  # bool: NCCL 2.12 or later, which uses all NICs
 
 
+TRAITS = ("portable", "pxn")
 CONSTANT_UNITS = {
     "matmul": "of the chip's sustained rate",
     "depth": "K",
@@ -163,6 +166,7 @@ def parse_stack(text: str, *, origin: str) -> Stack:
                 **constants,
                 sustained=load_sustained(),
                 portable=np.asarray(software.get("portable_attention", False)),
+                pxn=np.asarray(software.get("pxn", True)),
             ),
             band=(float(table["band"]["low"]), float(table["band"]["high"])),
             allocator=table.get("allocator", 1.03),

@@ -26,6 +26,7 @@ def stack_text(found: CalibratedStack) -> str:
         "[software]",
         *(f"{name} = {_toml(getattr(stack, name))}" for name in SOFTWARE),
         f"portable_attention = {_toml(bool(stack.constants.portable))}",
+        f"pxn = {_toml(bool(stack.constants.pxn))}",
         "",
         "[residual] # of the runs that the constants were fitted on, in percent",
         f"runs = {found.runs}",

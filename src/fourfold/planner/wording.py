@@ -29,6 +29,7 @@ class Framework:
     padded: bool = False  # the vocabulary, to a multiple of 128 tp
     sequence_parallel: bool = False  # with tp > 1, where the table does not say
     zero: int = 1  # where the table does not say
+    network: float | None = None  # bytes/s of a node, where the table does not say and it is not that of the chip
 
 
 FRAMEWORKS = (
@@ -37,7 +38,7 @@ FRAMEWORKS = (
               reduce_bytes=2, flash=False, padded=True),
     Framework(r"^meta\b", "meta", "meta", padded=True, sequence_parallel=True),
     Framework(r"aleph|aa-scaling", "megatron-flash", "aleph-alpha", gradient_bytes=2, reduce_bytes=2,
-              fused_norms=False),
+              fused_norms=False, network=25e9),
     Framework(r"intern(lm|evo)|zero.?bubble|colossal|megascale", "megatron-flash", "megatron", padded=True),
     Framework(r"mlperf|nemo(?!.*automodel)|megatron-bridge", "megatron", "megatron", gradient_bytes=2,
               reduce_bytes=2, padded=True, sequence_parallel=True),
@@ -54,7 +55,8 @@ FRAMEWORKS = (
     Framework(r"", "standard", "standard"),
 )  # fmt: skip
 """First match wins; the last matches all. Where NeMo's gradients are summed in float32 its tables do not say; its
-recipes sum them in bfloat16."""
+recipes sum them in bfloat16. Aleph Alpha's sheets do not state their network: runs with many bytes of data-parallel
+traffic take as long as one NIC of 200 Gb/s per node would make them."""
 
 CHIPS = (
     (r"v100", "v100-32"),
