@@ -18,11 +18,11 @@ import numpy as np
 
 from fourfold.planner import stack as stack_module
 from fourfold.planner.calibrate import NINETY, CalibratedStack, calibrated, fit_project, runs_of
-from fourfold.planner.cluster import cluster
+from fourfold.planner.cluster import CHIPS, cluster
 from fourfold.planner.fitting import Fit, Report
-from fourfold.planner.jobs import Order, Precision, Recompute, Split
+from fourfold.planner.jobs import Column, Order, Precision, Recompute, Split
 from fourfold.planner.measured import MEASUREMENTS, read
-from fourfold.planner.rows import MeasuredRow, is_calibration
+from fourfold.planner.rows import MeasuredRow, is_calibration, jobs_of
 from fourfold.planner.stack import TRAITS, Stack
 from fourfold.planner.stack_file import chips_text, stack_text
 
@@ -43,6 +43,7 @@ class Family:
     description: str
     portable: bool = True  # attention is not written for the chip
     pxn: bool = True  # NCCL 2.12 or later
+    pp_inside: bool = False  # order of ranks [TP, CP, PP, DP], innermost first; else [TP, CP, DP, PP]
     fused_attention: bool = True
     compiled: bool = False
     tp_overlap: bool = False
@@ -52,9 +53,9 @@ class Family:
 
 STACKS = (
     Family("standard", "standard", "What a good present-day PyTorch stack reaches: common to all measured stacks",
-           portable=False),
+           portable=False, pp_inside=True),
     Family("meta", "meta", "The system that trained Llama 3 (ISCA 2025): TP and CP exposed, early frees",
-           portable=False),
+           portable=False, pp_inside=True),
     Family("megatron", "megatron", "Megatron-Core with TransformerEngine: NeMo, Megatron-Bridge, MLPerf",
            portable=False, tp_overlap=True, gradient_bytes=2, reduce_bytes=2),
     Family("megatron-2021", "megatron-2021", "Megatron-LM before fused attention, and its forks", pxn=False,
@@ -179,8 +180,18 @@ def write(found: Fit, rows: Sequence[MeasuredRow]) -> None:
     for index, name in enumerate(NAMES):
         (folder / f"{name}.toml").write_text(stack_text(build(found, index, rows)), encoding="utf-8")
     source = "Fitted by benchmarks/calibrate.py on the runs of all stacks together."
-    (folder / "chips.toml").write_text(chips_text(found, source=source), encoding="utf-8")
+    (folder / "chips.toml").write_text(chips_text(found, source=source, runs=runs_by_chip(rows)), encoding="utf-8")
     print(f"wrote {len(NAMES)} stacks and chips.toml to {folder}")
+
+
+def runs_by_chip(rows: Sequence[MeasuredRow]) -> dict[str, Column]:
+    """Fitted runs of every chip in 16, 8 and 4 bits, by the share that their products depend on."""
+    jobs = jobs_of(rows)
+    bits = np.select([jobs.precision >= Precision.FP4, jobs.precision >= Precision.FP8], [4, 8], 16)
+    return {
+        f"matmul_{width}": np.bincount(jobs.chip[bits == width].astype(int), minlength=len(CHIPS))
+        for width in (16, 8, 4)
+    }
 
 
 def show(found: Fit, rows: Sequence[MeasuredRow]) -> None:

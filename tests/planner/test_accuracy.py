@@ -87,14 +87,16 @@ def test_the_half_by_default() -> None:
     assert score_tables([PUBLISHED]).half == "both"
 
 
-MISSED = {"a100_multi_node least tau", "a100_multi_node largest regret %"}
-"""A dozen of the 109 runs contradict their neighbours (24 s beside 15 s and 20 s of layouts between which it lies)."""
+MISSED = {"a100_multi_node least tau": 0.63, "a100_multi_node largest regret %": 4.71}
+"""Not met, as docs/planning.md says: a dozen of the 109 runs contradict their neighbours (24 s beside 15 s and 20 s of
+layouts between which it lies). Whoever changes these figures, for better or worse, says so there."""
 
 
 def test_what_must_be_shown_is_shown() -> None:
     bars = score_tables().bars
     assert all(bar.ok is not None for bar in bars)
-    assert {bar.name: bar.value for bar in bars if not bar.ok}.keys() <= MISSED
+    missed = {bar.name: bar.value for bar in bars if not bar.ok}
+    assert missed == pytest.approx(MISSED, rel=0.02)
 
 
 def test_a_table_of_others(tmp_path: Path) -> None:
@@ -132,6 +134,19 @@ def test_layouts_that_ran_stand_beside_those_that_did_not() -> None:
         assert (fits.ran, fits.out_of_memory, fits.rows) == (ran, 321, ran + 321)
         wrong = fits.ran_predicted_not_to_fit + fits.out_of_memory_predicted_to_fit
         assert fits.right_percent == pytest.approx(100 * (1 - wrong / fits.rows))
+
+
+def test_memory_says_that_it_is_in_sample(tmp_path: Path) -> None:
+    """The saved sets were chosen on these very rows; of a file of somebody else nothing is claimed."""
+    mine = tmp_path / "mine.csv"
+    mine.write_bytes((MEASUREMENTS / "b200_rank_memory.csv").read_bytes())
+    for found, seen in ((score_tables([MEASUREMENTS / "b200_rank_memory.csv"]), True), (score_tables([mine]), False)):
+        table = accuracy_json(found)["memory"]
+        assert [table[name]["in_sample"] for name in ("rank_memory", "peak_memory", "fits")] == [seen] * 3
+        bars = [bar["name"] for bar in accuracy_json(found)["bars"]]
+        names = [name for name in bars if "memory" in name or "fits" in name]
+        assert {name.endswith(", in sample") for name in names} == {seen}
+        assert len([bar for bar in found.bars if bar.name.endswith("in sample")]) == 5 * seen
 
 
 def test_memory_alone_is_scored_without_times() -> None:

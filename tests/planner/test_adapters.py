@@ -77,5 +77,5 @@ def test_an_empty_cell_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"steps.csv, line 2, column # layers: is empty or missing"):
         read(path)
     path.write_text(f"{','.join(STEPS)},iteration time (ms)\n8,16,1,1024,16,24,1024,1,8,1,0\n")
-    with pytest.raises(ValueError, match=r"line 2, column iteration time \(ms\): must be above 0"):
+    with pytest.raises(ValueError, match=r"line 2, column iteration time \(ms\): 0 must be greater than 0"):
         read(path)

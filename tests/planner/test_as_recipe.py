@@ -150,12 +150,13 @@ class TestChoice:
 
 class TestPublished:
     def test_tokens(self) -> None:
-        assert training_tokens(preset("llama3-70b"))[0] == 15e12
-        assert training_tokens(preset("llama3.2-1b"))[0] == pytest.approx(20 * 1.2358e9, rel=1e-4)
+        assert training_tokens(preset("llama3-70b"), 8192)[0] == 15e12
+        assert training_tokens(preset("llama3.2-1b"), 8192)[0] == pytest.approx(20 * 1.2358e9, rel=1e-4)
 
     def test_steps(self) -> None:
-        assert training_steps(preset("llama3-405b"), 16 * M) == 1_200_000
-        assert training_steps(preset("llama3-70b"), 4 * M) == 3_576_279
+        assert training_steps(preset("llama3-405b"), 8192, 16 * M) == 929_833  # 15.6e12 / 2^24, rounded up
+        assert training_steps(preset("llama3-405b"), 131_072, 16 * M) == 47_684  # 800e9 / 2^24 (facts.md 3.3)
+        assert training_steps(preset("llama3-70b"), 8192, 4 * M) == 3_576_279
 
 
 class TestRecipesOnDisk:
@@ -184,7 +185,12 @@ class TestRecipesOnDisk:
         assert (plan.schedule.v, plan.schedule.kind, plan.zero) == (8, "afab", 2)
         assert plan.recipe.pipeline.split == "ends_light"
         assert plan.recipe.optimizer.lr == 8e-5
-        assert plan.recipe.train.steps == 1_200_000
+        assert plan.recipe.train.steps == 929_833
+
+    def test_405b_on_long_sequences_trains_for_800b_tokens(self) -> None:
+        """facts.md 3.3: about 800 B tokens from 8K to 128K, after pre-training."""
+        recipe = load(RECIPES / "llama3-405b-131k.toml")
+        assert recipe.train.steps * recipe.batch.sequences * recipe.batch.seq_len == pytest.approx(800e9, rel=1e-4)
 
     @pytest.mark.parametrize("name", list(JOBS))
     def test_says_how_it_was_made(self, name: str) -> None:

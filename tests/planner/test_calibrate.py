@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fourfold.planner.calibrate import NINETY, band, fit, fit_project, run_weights, runs_of
-from fourfold.planner.cluster import chip_index
+from fourfold.planner.calibrate import NINETY, band, calibrate_files, fit, fit_project, run_weights, runs_of
+from fourfold.planner.cluster import CHIPS, chip_index
 from fourfold.planner.jobs import Jobs
 from fourfold.planner.priors import PRIORS
 from fourfold.planner.rows import MeasuredRow
@@ -100,22 +102,69 @@ class TestFit:
             fit([replace(runs_under(STANDARD)[0], seconds=None)], STANDARD, name="mine")
 
 
+class TestFiles:
+    """`fourfold calibrate`, on lines of a table as a user has them."""
+
+    HEADER = "framework,gpu,gpu_count,layers,hidden,ffn_hidden,heads,vocab,seq_len,global_batch,micro_batch,tp,pp,dp"
+    RUN = "mine,H100-80GB-SXM,8,32,4096,14336,32,128256,8192,64,1,1,1,8"
+
+    def table(self, tmp_path: Path, seconds: str, run: str = RUN) -> Path:
+        path = tmp_path / "mine.csv"
+        path.write_text(f"{self.HEADER},measured_step_time_s\n{run},{seconds}\n")
+        return path
+
+    def test_makes_a_stack_that_loads(self, tmp_path: Path) -> None:
+        out = tmp_path / "mine.toml"
+        calibrate_files([self.table(tmp_path, "9.0")], out=out, base="standard", name="mine")
+        assert load_stack(out).name == "mine"
+
+    def test_never_over_another_file(self, tmp_path: Path) -> None:
+        rows = self.table(tmp_path, "9.0")
+        out = tmp_path / "mine.toml"
+        out.write_text("precious")
+        for path, words in ((out, "exists"), (rows, "must be|is a .toml")):
+            before = path.read_text()
+            with pytest.raises(ValueError, match=words):
+                calibrate_files([rows], out=path, base="standard", name="mine")
+            assert path.read_text() == before
+
+    @pytest.mark.parametrize(
+        ("seconds", "words"),
+        [
+            ("-5", r"line 2, column measured_step_time_s: -5 must be greater than 0"),
+            ("0.5", r"of the dense peak of H100-80GB-SXM; must be below 100%"),
+            ("", r"no run can be fitted: no step time and no token rate \(1 rows\)"),
+        ],
+    )
+    def test_nonsense_is_refused(self, tmp_path: Path, seconds: str, words: str) -> None:
+        out = tmp_path / "mine.toml"
+        with pytest.raises(ValueError, match=words):
+            calibrate_files([self.table(tmp_path, seconds)], out=out, base="standard", name="mine")
+        assert not out.exists()
+
+    def test_the_true_reason(self, tmp_path: Path) -> None:
+        rows = self.table(tmp_path, "9.0", self.RUN.replace("H100-80GB-SXM", "GTX 1080"))
+        with pytest.raises(ValueError, match=r"no run can be fitted: .*GTX 1080"):
+            calibrate_files([rows], out=tmp_path / "mine.toml", base="standard", name="mine")
+
+
 class TestProject:
     def test_stacks_and_chips_together(self):
         """A stack without runs gets what is common; a chip's share is found under several stacks."""
         rows = [replace(row, stack=name) for row in runs_under(STANDARD) for name in ("one", "two")]
         rows = [replace(row, group=f"{row.group} {row.stack}") for row in rows]
         names = ["one", "two", "none"]
-        found = fit_project(
-            runs_of(rows, names), traits={"portable": [False] * 3, "pxn": [True] * 3}, known={(0, "dp_hidden"): 0.02}
-        )
+        traits = {"portable": [False] * 3, "pxn": [True] * 3, "pp_inside": [True] * 3}
+        found = fit_project(runs_of(rows, names), traits=traits, known={(0, "dp_hidden"): 0.02})
         assert np.mean(np.abs(found.residuals(runs_of(rows, names)))) < 0.02
         assert found.constants["dp_hidden"][0] == pytest.approx(0.02)
         assert found.constants["matmul"][2] == 1
         h100 = chip_index("h100")
         assert found.sustained.matmul_16[h100] == pytest.approx(STANDARD.constants.sustained.matmul_16[h100], rel=0.1)
         assert found.open_shares["matmul_16"][h100] < found.open_shares["matmul_16"][chip_index("v5p")]
-        assert "[h100]" in chips_text(found, source="test")
+        counted = np.bincount([h100] * len(rows), minlength=len(CHIPS))
+        table = tomllib.loads(chips_text(found, source="test", runs={"matmul_16": counted}))
+        assert (table["h100"]["matmul_16"]["runs"], table["v5p"]["matmul_16"]["runs"]) == (len(rows), 0)
 
 
 class TestBand:

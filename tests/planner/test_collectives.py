@@ -7,7 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fourfold.planner.collectives import RAILS, START, all_gather, all_reduce, group, reduce_scatter, send
+from fourfold.planner.collectives import (
+    RAILS,
+    START,
+    all_gather,
+    all_reduce,
+    group,
+    reduce_scatter,
+    send,
+    sharding_group,
+)
 from fourfold.planner.stack import load_stack
 from tests.planner.jobs_of_tests import job
 
@@ -47,13 +56,34 @@ class TestGroup:
         assert (ranks(16, stride=4).inside, ranks(16, stride=4).domains) == (2, 8)
         assert (ranks(4, stride=16).inside, ranks(4, stride=16).domains) == (1, 4)
 
-    def test_beyond_the_tier_nics_share(self):
-        """Meta's pods of 3,072 GPUs, oversubscribed 7 to 1 beyond."""
-        near, far = (
-            ranks(128, stride=8, tier=3072, oversubscription=7.0),
-            ranks(512, stride=8, tier=3072, oversubscription=7.0),
-        )
-        assert near.nic / far.nic == pytest.approx(7)
+    def test_beyond_the_tier_only_so_many_rings_fit(self):
+        """Meta's pods of 3,072 GPUs, oversubscribed 7 to 1 beyond (facts.md, row 13).
+
+        A ring leaves a pod once, for 50 GB/s. Of 3,072 / 7 GPUs' worth of NICs that leave it, 128 rings beside each
+        other (tp8 pp16) need 128; 1,024 (tp8 cp8 pp16) would need 1,024, and each gets 3,072 / 7 / 1,024 of its NIC.
+        """
+        pods = {"tier": 3072, "oversubscription": 7.0}
+        inside, few, many = (ranks(size, stride, **pods) for size, stride in ((16, 128), (128, 128), (16, 1024)))
+        assert few.nic == inside.nic == 50e9
+        assert many.nic == pytest.approx(50e9 * 3072 / 7 / 1024)
+
+    def test_never_slower_than_the_ratio(self):
+        assert ranks(2, 4096, tier=3072, oversubscription=3.0).nic == pytest.approx(50e9 / 3)
+
+    def test_dp_around_the_pipeline_or_inside_of_it(self):
+        """tp2 pp4 dp4 on nodes of 8: in the order [TP, CP, PP, DP] (facts.md 2.8) the pipeline fills the node and DP
+        has one rank in each; in Megatron's [TP, CP, DP, PP] DP's four ranks fill it."""
+        jobs = job(tp=2, pp=4, dp=4)
+        ours, megatrons = (replace(PERFECT, pp_inside=np.asarray(inside)) for inside in (True, False))
+        assert [sharding_group(jobs, c, jobs.dp).inside for c in (ours, megatrons)] == [1, 4]
+        size = np.asarray(1e9)
+        assert send(jobs, ours, size) == pytest.approx(1e9 / 450e9, rel=0.01)
+        assert send(jobs, megatrons, size) == pytest.approx(1e9 / 50e9, rel=0.01)
+
+    def test_shards_lie_over_cp_first(self):
+        """tp2 cp2 pp4 dp8, 32 of them on 4 nodes: a stage's 16 ranks of cp x dp are two (cp) in each of 8 nodes."""
+        jobs = job(tp=2, cp=2, pp=4, dp=8)
+        assert sharding_group(jobs, PERFECT, jobs.cp * jobs.dp).inside == 2
 
     def test_an_nvl72_rack_is_one_domain(self):
         assert ranks(64, chip="gb200").domains == 1
@@ -89,9 +119,9 @@ class TestCollectives:
 class TestSend:
     def test_boundary_of_405b(self):
         """33.6 MB over 50 GB/s: 0.67 ms (facts.md 2.2)."""
-        seconds = send(job("405b", tp=8, pp=16, dp=1), PERFECT, np.asarray(2 * 8192 * 16384 / 8), stride=np.asarray(8))
+        seconds = send(job("405b", tp=8, pp=16, dp=1), PERFECT, np.asarray(2 * 8192 * 16384 / 8))
         assert seconds == pytest.approx(0.67e-3, rel=0.03)
 
     def test_in_a_node_by_its_links(self):
         size = np.asarray(1e9)
-        assert send(job(pp=2), PERFECT, size, stride=np.asarray(1)) == pytest.approx(1e9 / 450e9, rel=0.01)
+        assert send(job(pp=2), PERFECT, size) == pytest.approx(1e9 / 450e9, rel=0.01)

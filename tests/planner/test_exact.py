@@ -109,6 +109,17 @@ def test_few_rounds_show_what_many_do(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [rank.total for rank in few.ranks] == pytest.approx([rank.total for rank in full.ranks], rel=2e-3)
 
 
+@pytest.mark.parametrize(("pp", "m", "nc", "zero"), [(4, 157, 4, 1), (8, 154, 8, 1)])
+def test_rounds_of_two_sizes(monkeypatch: pytest.MonkeyPatch, pp: int, m: int, nc: int, zero: int) -> None:
+    """A round of 5 and 38 of 4, and 2 of 9 with 17 of 8: the first of the smaller ones is none like the others."""
+    problem = B70.replace(sequences=2 * m, cluster=cluster("h100", pp * 16))
+    one = job(problem, pp=pp, dp=2, v=3, nc=nc, order=Order.INTERLEAVED, zero=zero)
+    assert micro_batches_to_play(one) < m / 2
+    few = play_exactly(one, B70.stack)
+    monkeypatch.setattr(exact, "MOST_ACTIONS", 1 << 40)
+    assert few.seconds == pytest.approx(play_exactly(one, B70.stack).seconds, rel=2e-4)
+
+
 def test_schedules_are_made_once() -> None:
     programs = Programs()
     for recompute in (Recompute.NONE, Recompute.FULL):

@@ -10,7 +10,7 @@ import pytest
 from fourfold.planner.explain import explain, flops_section
 from fourfold.planner.explain_bounds import without_pipeline
 from fourfold.planner.explanation import Section, explanation_json
-from fourfold.planner.judge import usable_bytes
+from fourfold.planner.judge import allocatable_bytes
 from fourfold.planner.problem import Problem
 from tests.planner.planned import M, explained, job, plan_of
 
@@ -156,7 +156,7 @@ class TestLlama70B:
         problem = job("llama3-70b", 128)
         flat = without_pipeline(problem, 8)
         assert (flat.tp, flat.pp, flat.dp) == (8, 1, 16)
-        assert flat.memory_bytes > usable_bytes(problem)
+        assert flat.memory_bytes > allocatable_bytes(problem)
         assert flat.memory_parts["gradients"] == pytest.approx(35.3e9, rel=0.08)
         assert flat.memory_parts["weights"] == pytest.approx(17.6e9, rel=0.03)
         section = explained("llama3-70b", 128).section("why_pp")

@@ -14,19 +14,19 @@ from fourfold.planner.cost import (
     FAILURES_PER_GPU_DAY,
     minimum_gpus,
     run_cost,
-    seconds_at_mfu,
 )
 from fourfold.planner.flops import flops_per_token
+from fourfold.planner.saved import kept_by_layer, load_rules
 from fourfold.planner.thresholds import (
-    all_reduce_seconds,
     best_fsdp_ways,
-    compute_over_communication,
     fsdp_tokens_across_nodes,
     fsdp_tp_tokens,
     gather_seconds,
     tp_limit,
 )
 from fourfold.recipe import ModelConfig, preset
+from tests.planner.jobs_of_tests import job
+from tests.planner.textbook import all_reduce_seconds, compute_over_communication, seconds_at_mfu
 
 H100, V5P = 9.9e14, 4.59e14  # FLOP/s as the texts round them
 NVLINK, NIC, ICI = 450e9, 50e9, 1.8e11  # bytes/s one-way
@@ -45,12 +45,11 @@ def static(config: ModelConfig, *, tp: int, pp: int, dp: int, gradient_bytes: in
 
 
 def activations(config: ModelConfig, *, rows: int, seq_len: int, tp: int = 1) -> float:
-    """GB of all layers without recomputation, flash attention, sequence parallelism (algorithms.md 3.2).
-
-    Bytes per token: 12 D for inputs of norms and matrices and the output of attention, 4 for keys and values, 6 F.
-    """
-    per_token = 12 * config.dim + 4 * config.num_kv_heads * config.head_dim + 6 * config.ffn_dim
-    return rows * seq_len * per_token * config.num_layers / tp / 1e9
+    """GB of all layers without recomputation, flash attention, sequence parallelism (algorithms.md 3.2)."""
+    sizes = {name: getattr(config, name) for name in ("dim", "ffn_dim", "head_dim")}
+    jobs = job(heads=config.num_heads, kv_heads=config.num_kv_heads, tp=tp, seq_len=seq_len, micro_batch=rows, **sizes)
+    per_layer, _ = kept_by_layer(jobs, load_rules("standard"))
+    return float(per_layer) * config.num_layers / 1e9
 
 
 class TestParameters:
@@ -183,9 +182,10 @@ class TestMemory:
 
     @pytest.mark.parametrize(("name", "per_value"), list(zip(MODELS, (34, 33.5, 31.75), strict=True)))
     def test_saved_bytes_per_value(self, name: str, per_value: float) -> None:
+        """Facts leave out one number per token of every head and norm."""
         config = preset(name)
         values = 8192 * config.dim * config.num_layers
-        assert activations(config, rows=1, seq_len=8192) * 1e9 / values == pytest.approx(per_value)
+        assert activations(config, rows=1, seq_len=8192) * 1e9 / values == pytest.approx(per_value, abs=0.04)
 
 
 class TestTables:

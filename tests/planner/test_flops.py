@@ -20,7 +20,6 @@ from fourfold.planner.flops import (
     flops_per_token,
     mfu,
     model_flops_per_step,
-    tflops_per_gpu,
     training_flops,
 )
 from fourfold.planner.jobs import Jobs
@@ -212,12 +211,6 @@ class TestConventions:
 
 
 class TestRates:
-    def test_tflops_are_tera(self) -> None:
-        """pains P32: GFLOPs were labelled TFLOPs. NVIDIA's 1,602 tokens/s of 70B are 719 TFLOP/s (facts.md 7)."""
-        per_token = flops_per_token(preset("llama3-70b"), 8192)["model"]
-        assert tflops_per_gpu(per_token * 1602, 1.0, 1) == pytest.approx(719, abs=1)
-        assert tflops_per_gpu(per_token * 1602 * 64, 2.0, 64) == pytest.approx(719 / 2, abs=1)
-
     def test_mfu(self) -> None:
         """pains P29: 420 TFLOP/s on an H200 are 42 % of its dense peak."""
         assert mfu(420e12, 1.0, 1, 989.4e12) == pytest.approx(0.4245, abs=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,10 +99,24 @@ class TestNoLayout:
         words = check_changes(found, "batch", "limit")
         assert words["batch"].startswith("8 sequences per step (65,536 tokens) instead of 11")
 
+    def test_limit_that_empties_the_space_is_named(self) -> None:
+        """tp 3 cuts no heads; pp 4 could be."""
+        found = explain_infeasible(problem("llama3-8b", 16, 64, tp=(3,), pp=(4,)))
+        assert found.constraint.endswith("and tp = 3, pp = 4; there are some without tp = 3")
+
     def test_impossible_whatever_one_does(self) -> None:
         found = explain_infeasible(problem("llama3-8b", 1, 1, seq_len=131_072))
         assert found.constraint.startswith("memory: ")
         check_changes(found, "gpus")
+
+
+def test_other_gpus_keep_the_network_of_the_cluster(tmp_path: Path) -> None:
+    file = tmp_path / "slow.toml"
+    file.write_text('[cluster]\nchip = "h100"\nnic_gb_s = 12.5\n')
+    job = Problem.of(model="llama3-70b", cluster=cluster(file, 8), seq_len=8192, sequences=64)
+    change = next(change for change in explain_infeasible(job).changes if change.kind == "gpu")
+    there, usual = change.problem.cluster, cluster("b200", 8)
+    assert (there.chip, there.nic, there.link) == (usual.chip, 12.5e9, usual.link)
 
 
 def test_quick_answer_agrees_with_the_search() -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
+import tomllib
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fourfold.planner.chips import GIB
 from fourfold.planner.jobs import Jobs, Order, Precision, Recompute, Split
 from fourfold.planner.memory import PARTS, Memory, peak_memory
-from fourfold.planner.saved import Kept, MemoryRules, kept_by_layer, load_rules, saved_set_names, sizes
+from fourfold.planner.saved import Kept, MemoryRules, kept_by_layer, load_rules, sizes
 from fourfold.planner.walk import walk_row
 from tests.planner.jobs_of_tests import job
 
-GIB = 1 << 30
+FUZZED = 600  # random jobs
+SAVED_SETS = tuple(tomllib.loads((resources.files("fourfold.planner") / "saved_sets.toml").read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,18 @@ def test_sizes_between_none_and_full() -> None:
     assert kept[0] > kept[3] > kept[4]
     half = memory_of_a_layer(recompute=Recompute.FULL, recomputed_layers=0.5)
     assert half == pytest.approx((kept[0] + kept[4]) / 2)
+
+
+def test_one_recomputed_layer_is_all_there_again() -> None:
+    """However few layers are recomputed, the worst moment is that of one of them."""
+    few, all_ = (
+        sizes(job("8b", recompute=Recompute.FULL, recomputed_layers=share), load_rules("standard"))
+        for share in (1 / 32, 1.0)
+    )
+    assert few.layer_transient == all_.layer_transient
+    none = sizes(job("8b"), load_rules("standard"))
+    again = float(all_.layer_transient - none.layer_transient)
+    assert again == pytest.approx(float(none.activations - all_.activations))
 
 
 def test_norms_that_are_not_a_kernel_keep_fp32_copies() -> None:
@@ -229,8 +244,23 @@ def test_figure_9_order() -> None:
 
 def test_longer_sequences_need_more() -> None:
     """P22: not one number of headroom for all."""
-    short, long = (memory(job("8b", seq_len=s, recompute=Recompute.FULL)) for s in (4096, 8192))
+    short, long = (memory(job("8b", dp=64, sequences=64, seq_len=s, recompute=Recompute.FULL)) for s in (4096, 8192))
     assert long.transients == pytest.approx(2 * short.transients, rel=0.05)
+    for recompute in Recompute:
+        short, long = (memory(job("8b", pp=4, sequences=8, seq_len=s, recompute=recompute)) for s in (4096, 8192))
+        assert long.activations == pytest.approx(2 * short.activations)
+        kept = float(long.activations - short.activations)
+        assert kept > 0
+        if recompute is Recompute.NONE:
+            assert long.allocated - short.allocated >= kept  # the headroom that is left shrinks by as much
+
+
+def test_any_ratio_of_feed_forward_to_hidden() -> None:
+    """P26: 13,312 of 4,096, 3.25 times: between what 3 and 3.5 times need, by its share."""
+    low, between, high = (memory(job("8b", ffn_dim=int(ratio * 4096))) for ratio in (3, 3.25, 3.5))
+    for name in ("weights", "gradients", "optimizer", "activations"):
+        assert getattr(between, name) == pytest.approx((getattr(low, name) + getattr(high, name)) / 2, rel=1e-9)
+    assert between.activations == pytest.approx(32 * 8192 * (12 * 4096 + 4 * 1024 + 6 * 13312), rel=0.01)
 
 
 def test_columns_and_rows_agree() -> None:
@@ -253,25 +283,46 @@ def test_columns_and_rows_agree() -> None:
     assert together.reserved == pytest.approx(1.03 * together.allocated)
 
 
+def any_job(draw: np.random.Generator) -> tuple[str, Jobs]:
+    """A saved set, and a job that it may be asked for: any of its kinds of pipeline, sharding and recomputation."""
+    pp, v, m = int(draw.choice([1, 1, 2, 3, 4, 5, 8, 16])), int(draw.integers(1, 6)), int(draw.integers(1, 40))
+    split = Split(draw.integers(0, 2))
+    order = Order(draw.choice([Order.AFAB, Order.ONE_F_ONE_B if v == 1 else Order.INTERLEAVED, Order.FLEXIBLE]))
+    dp = int(draw.choice([1, 2, 8, 64]))
+    jobs = job(
+        str(draw.choice(["8b", "70b"])),
+        precision=Precision(draw.choice([Precision.FP32, Precision.BF16, Precision.FP8])),
+        layers=int(draw.integers(max(1, pp * v - 2 * split), 130)),
+        pp=pp,
+        v=v,
+        order=order,
+        split=split,
+        nc=int(draw.integers(1, m + 1)) if order is Order.FLEXIBLE else pp,
+        zero=int(draw.integers(0, 4)),
+        tp=int(draw.choice([1, 2, 4, 8])),
+        cp=int(draw.choice([1, 2, 4])),
+        dp=dp,
+        sequences=m * dp,
+        tied=bool(draw.integers(0, 2)),
+        recompute=Recompute(draw.integers(0, len(Recompute))),
+        recomputed_layers=float(draw.choice([0.5, 1.0])),
+        gradient_bytes=int(draw.choice([2, 4])),
+        reduce_bytes=int(draw.choice([2, 4])),
+        fused_attention=bool(draw.integers(0, 2)),
+    )
+    return str(draw.choice(SAVED_SETS)), jobs
+
+
 def test_agrees_with_the_walk() -> None:
-    """On a grid of layouts the closed form is within 5 % of playing the schedule, 0.2 % in the mean, and never more
-    than 2 % below; of rounds of equal sizes, never more than 1 %."""
-    errors = []
-    shapes = ((16, 4, 1), (16, 4, 2), (18, 4, 2), (26, 4, 7), (8, 1, 1), (30, 4, 4))
-    orders = ((Order.AFAB, 1), (Order.ONE_F_ONE_B, 1), (Order.INTERLEAVED, 1), (Order.FLEXIBLE, 2))
-    for (layers, pp, v), (order, wide), zero, split in itertools.product(shapes, orders, (1, 2, 3), Split):
-        if order is not Order.AFAB and (order is Order.ONE_F_ONE_B) != (v == 1):
-            continue
-        for m, saved_set in ((pp * wide, "standard"), (4 * pp, "megatron"), (4 * pp + 1, "meta"), (2 * pp, "fourfold")):
-            jobs = job("405b", layers=layers, tp=8, pp=pp, v=v, nc=wide * pp, sequences=m, order=order, zero=zero,
-                       split=split, shards=8)  # fmt: skip
-            walked = walk_row(jobs, Software(saved_set)).max()
-            error = float(memory(jobs, saved_set).allocated) / walked - 1
-            assert error > (-0.02 if m % pp else -0.01), (layers, pp, v, order, m, zero, split, saved_set)
-            errors.append(error)
-    assert max(errors) < 0.05
-    assert np.abs(errors).mean() < 0.002
-    assert len(errors) > 300
+    """Of random jobs the closed form is never more than 1 % below playing the schedule, nor 5 % above, and 0.02 % off
+    in the mean. Those of one pipeline rank with virtual stages and of rounds that differ are among them."""
+    draw, errors = np.random.default_rng(0), []
+    for _ in range(FUZZED):
+        saved_set, jobs = any_job(draw)
+        walked = walk_row(jobs, Software(saved_set)).max()
+        errors.append(float(memory(jobs, saved_set).allocated) / walked - 1)
+        assert -0.01 < errors[-1] < 0.05, (saved_set, jobs)
+    assert np.abs(errors).mean() < 2e-4
 
 
 def test_fp8_weights_and_inputs_are_smaller() -> None:
@@ -286,7 +337,7 @@ def test_fp8_weights_and_inputs_are_smaller() -> None:
 
 
 def test_saved_sets_name_themselves_and_their_source() -> None:
-    for name in saved_set_names():
+    for name in SAVED_SETS:
         rules = load_rules(name)
         assert rules.saved_set == name
         assert len(rules.source) > 20

@@ -87,3 +87,20 @@ def test_the_fullest_moment_is_one_of_all() -> None:
     every, fullest = (moments_of(jobs, load_rules("standard"), fullest_only=only) for only in (False, True))
     assert len(fullest.job) <= len(every.job)
     assert fullest.counts.chunks.max() == every.counts.chunks.max()
+
+
+def test_shapes_of_huge_jobs_stay_apart() -> None:
+    """Numbers whose product is beyond 64 bits: 4M micro-batches, 126 virtual stages, in one table."""
+    columns = {
+        "pp": np.array([1, 126, 1, 126]),
+        "v": np.array([126, 1, 126, 1]),
+        "nc": np.array([1 << 22, 126, 1 << 22, 127]),
+        "order": np.array([3, 1, 3, 3]),
+        "zero": np.array([3, 0, 3, 1]),
+    }
+    jobs = job("405b", seq_len=64, sequences=np.array([1 << 22, 1 << 22, 1 << 22, 1 << 21]), **columns)
+    shapes, shape_of = moments._shapes(jobs)
+    assert len(set(shape_of.tolist())) == 3
+    assert shape_of[0] == shape_of[2]
+    for name, column in (columns | {"micro_batches": jobs.micro_batches}).items():
+        assert getattr(shapes, name)[shape_of].tolist() == column.tolist(), name

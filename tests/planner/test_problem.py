@@ -13,13 +13,12 @@ from fourfold.planner.flops import model_flops_per_step
 from fourfold.planner.jobs import Order, Precision, Recompute, Split, model_parameters
 from fourfold.planner.problem import (
     Problem,
-    limits_of,
+    asked_problem,
     parse_count,
     parse_precision,
     read_model,
     sequences_of,
 )
-from fourfold.planner.space import space
 from fourfold.recipe import Batch, Layout, Model, Pipeline, Recipe, Train, check, config_to_hf, preset
 
 
@@ -127,29 +126,6 @@ class TestRecipe:
         problem = Problem.from_recipe(plan, cluster=cluster("a100", 8))
         assert (problem.seq_len, problem.sequences, problem.precision) == (4096, 16, Precision.BF16)
         assert problem.config == preset("llama3-8b")
-        limits = limits_of(plan)
-        assert limits["schedule"] == ("interleaved",)
-        assert limits["tp"] == limits["micro_batch"] == limits["virtual_stages"] == (2,)
-
-    @pytest.mark.parametrize(
-        "recipe",
-        [
-            Recipe(model=Model(preset="tiny")),
-            Recipe(layout=Layout(pp=2), pipeline=Pipeline(schedule="flexible", nc=3, virtual_stages=2)),
-            Recipe(layout=Layout(pp=2), pipeline=Pipeline(schedule="flexible", nc=2, virtual_stages=2)),
-            Recipe(layout=Layout(pp=2), pipeline=Pipeline(schedule="flexible", nc=4)),
-            Recipe(layout=Layout(tp=2, pp=4, dp=8), batch=Batch(sequences=16)),
-            Recipe(pipeline=Pipeline(schedule="afab")),
-            Recipe(layout=Layout(pp=4, cp=2, zero=3), pipeline=Pipeline(virtual_stages=4, split="even")),
-            Recipe(layout=Layout(pp=4, cp=2, zero=2), pipeline=Pipeline(virtual_stages=2, split="ends_light")),
-        ],
-    )
-    def test_layout_of_any_recipe_is_a_point(self, recipe: Recipe) -> None:
-        plan = check(recipe)
-        problem = Problem.from_recipe(plan, cluster=cluster("h100", plan.grid.size), limits=limits_of(plan))
-        columns = space(problem).columns
-        assert len(columns["tp"]) == 1
-        assert (columns["pp"][0], columns["v"][0]) == (plan.grid.pp, plan.schedule.v)
 
     @pytest.mark.parametrize(
         ("limits", "hint"),
@@ -159,6 +135,7 @@ class TestRecipe:
             ({"pp": (0,)}, "pp = 0: must be at least 1"),
             ({"schedule": ("interleave",)}, "nearest legal: interleaved"),
             ({"zero": (4,)}, "must be 1, 2 or 3"),
+            ({"schedule": ("zb-h1",)}, "schedule = 'zb-h1': must be one of afab.*nearest legal: 1f1b"),
         ],
     )
     def test_limits_refused(self, limits: dict[str, tuple], hint: str) -> None:
@@ -168,3 +145,42 @@ class TestRecipe:
     def test_empty_job(self) -> None:
         with pytest.raises(ValueError, match="sequences = 0"):
             llama(sequences=0)
+
+
+class TestAsked:
+    """From what is typed on a command line."""
+
+    def test_alone(self) -> None:
+        job, known = asked_problem(
+            model="llama3-8b", gpu="h100", gpus=8, seq="8K", batch_tokens="1M", dtype="fp8", fix=("tp=1,2", "zero=1")
+        )
+        assert known is None
+        assert (job.seq_len, job.sequences, job.gpus, job.precision) == (8192, 128, 8, Precision.FP8)
+        assert job.limits == {"tp": (1, 2), "zero": (1,)}
+
+    def test_what_is_missing(self) -> None:
+        with pytest.raises(ValueError, match=r"--gpus, --seq, --batch-tokens: needed, or a recipe"):
+            asked_problem(model="llama3-8b", gpu="h100")
+
+    def test_recipe(self, tmp_path: Path) -> None:
+        file = tmp_path / "r.toml"
+        file.write_text(
+            '[model]\npreset = "llama3-8b"\n[layout]\ndp = 8\n[batch]\nsequences = 16\nseq_len = 4096\n'
+            '[train]\ndtype = "bfloat16"\n'
+        )
+        with pytest.raises(ValueError, match=r"--gpu: needed, or cluster\.gpu in the recipe"):
+            asked_problem(file)
+        job, known = asked_problem(file, gpu="a100")
+        assert known is not None
+        assert (job.gpus, job.seq_len, job.sequences, job.config) == (8, 4096, 16, preset("llama3-8b"))
+
+    @pytest.mark.parametrize(
+        "more", [{"gpus": 16}, {"seq": "8K", "batch_tokens": "1M"}, {"dtype": "fp32"}, {"model": "llama3.2-3b"}]
+    )
+    def test_another_job_than_the_recipe(self, tmp_path: Path, more: dict[str, Any]) -> None:
+        file = tmp_path / "r.toml"
+        file.write_text(
+            '[model]\npreset = "llama3-8b"\n[layout]\ndp = 8\n[batch]\nsequences = 16\nseq_len = 4096\n'
+            '[train]\ndtype = "bfloat16"\n'
+        )
+        assert asked_problem(file, gpu="a100", **more)[1] is None

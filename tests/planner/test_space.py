@@ -249,3 +249,20 @@ def test_cluster_from_elsewhere() -> None:
     degrees = set(space(problem).columns["tp"].tolist())
     assert 8 in degrees
     assert 16 not in degrees
+
+
+@pytest.mark.parametrize(
+    ("limits", "order"),
+    [
+        ({"schedule": ("flexible",), "nc": (16,), "pp": (16,)}, Order.INTERLEAVED),
+        ({"schedule": ("flexible",), "virtual_stages": (1,), "pp": (4,)}, Order.ONE_F_ONE_B),
+        ({"schedule": ("flexible",), "virtual_stages": (1,), "pp": (4,), "nc": (8,)}, Order.ONE_F_ONE_B),
+        ({"schedule": ("flexible",), "pp": (4,)}, Order.FLEXIBLE),
+    ],
+)
+def test_flexible_by_its_plainer_name(limits: dict[str, tuple[int | str, ...]], order: Order) -> None:
+    machine = cluster("h100", 128)
+    job = Problem.of(model="llama3-70b", cluster=machine, seq_len=8192, sequences=512, limits=limits)
+    columns = space(job).columns
+    assert len(columns["tp"])
+    assert set(columns["order"].tolist()) == {int(order)}

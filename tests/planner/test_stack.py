@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 
 from fourfold.planner.cluster import CHIPS
+from fourfold.planner.jobs import Precision
 from fourfold.planner.priors import FAMILIES, PRIORS
-from fourfold.planner.saved import saved_set_names
+from fourfold.planner.saved import load_rules
 from fourfold.planner.stack import (
     CONSTANT_UNITS,
+    FOLDER,
     TRAITS,
     Constants,
     load_stack,
     load_sustained,
+    measured_runs,
     parse_stack,
     stack_names,
 )
@@ -26,7 +29,7 @@ def test_standard_first_and_all_can_be_read():
     for name in names:
         stack = load_stack(name)
         assert stack.name == name
-        assert stack.saved_set in saved_set_names()
+        load_rules(stack.saved_set)  # ValueError if there is none
         assert 0.6 < stack.band[0] < 1 < stack.band[1] < 1.6
 
 
@@ -85,3 +88,28 @@ class TestErrors:
     def test_not_toml(self):
         with pytest.raises(ValueError, match="mine: not valid TOML"):
             parse_stack("name = ", origin="mine")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("[constants.nic]\nvalue = ", "[constants.nic]\nvalue = -", "constants.nic.value = -.*must be above 0 and at most 1"),
+        ("[constants.nic]\nvalue = ", "[constants.nic]\nvalue = 9", "at most 1"),
+        ("low = ", "low = nan # ", "band.low"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(old, new, words):
+    text = (FOLDER / "standard.toml").read_text()
+    assert old in text
+    with pytest.raises(ValueError, match=f"standard.toml: .*{words}"):
+        parse_stack(text.replace(old, new), origin="standard.toml")
+
+
+def test_the_band_is_wider_where_nothing_was_measured():
+    stack = load_stack("standard")
+    names = [chip.name for chip in CHIPS]
+    assert measured_runs(names.index("h100"), Precision.BF16) > 0
+    assert stack.band_on(names.index("h100"), Precision.BF16) == stack.band
+    assert measured_runs(names.index("mi355x"), Precision.BF16) == 0
+    low, high = stack.band_on(names.index("mi355x"), Precision.BF16)
+    assert low < stack.band[0] < stack.band[1] < high

@@ -7,20 +7,18 @@ import pytest
 
 from fourfold.planner.cluster import cluster
 from fourfold.planner.thresholds import (
-    all_reduce_seconds,
     attention_seq_len,
     best_fsdp_ways,
-    compute_over_communication,
     fsdp_tokens,
     fsdp_tokens_across_nodes,
     fsdp_tp_tokens,
     gather_seconds,
     intensity,
-    p2p_seconds,
     thresholds,
     tp_layer_seconds,
     tp_limit,
 )
+from tests.planner.textbook import all_reduce_seconds, compute_over_communication, p2p_seconds
 
 V5P, ICI, DCN = 4.59e14, 1.8e11, 6.25e9  # FLOP/s, bytes/s of one axis, bytes/s per chip
 H100, NVLINK, NIC = 9.9e14, 450e9, 50e9

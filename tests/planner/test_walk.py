@@ -12,15 +12,15 @@ import pytest
 from fourfold.layout import Schedule, Stage, compile_program, generate, partition
 from fourfold.layout.actions import Kind
 from fourfold.planner.arithmetic import count_parameters, count_stages, rank_bytes
+from fourfold.planner.chips import GIB
 from fourfold.planner.jobs import Jobs, Order, Recompute, Split
-from fourfold.planner.run_memory import run_memory
+from fourfold.planner.memory import peak_memory
+from fourfold.planner.run_memory import Trainer, job_of, run_memory
 from fourfold.planner.saved import kept_by_layer, load_rules, sizes
 from fourfold.planner.walk import RankMemory, stage_bytes, walk, walk_row
 from fourfold.recipe import RunPlan, check, from_table
 from fourfold.recipe.model import PRESETS
 from tests.planner.jobs_of_tests import job
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -297,6 +297,20 @@ def test_a_recipe_agrees_with_rank_bytes(layout: dict[str, Any], pipeline: dict[
         assert rank.activations > 0
         if what.zero < 3:
             assert rank.weights <= held.weights
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_recipe_agrees_with_its_columns(dtype: str, zero: int) -> None:
+    """The planner says of a layout what is said of a recipe of the trainer's, but for the rounding of shards."""
+    pipeline = {} if zero == 3 else {"virtual_stages": 2}
+    what = plan(layout={"pp": 2, "dp": 2, "zero": zero}, pipeline=pipeline, train={"dtype": dtype})
+    jobs, ranks = job_of(what, what.phases[0]), run_memory(what)
+    assert walk_row(jobs, Trainer()) == pytest.approx([rank.total for rank in ranks], rel=1e-3)
+    worst, found = max(ranks, key=lambda rank: rank.total), peak_memory(jobs, Trainer())
+    assert float(found.allocated) == pytest.approx(worst.total, rel=1e-3)
+    assert float(found.optimizer) == pytest.approx(worst.optimizer, rel=1e-3)
+    assert float(found.weights) == pytest.approx(worst.weights, rel=1e-3)
 
 
 def test_frozen_weights_have_no_gradient() -> None:

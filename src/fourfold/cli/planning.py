@@ -6,15 +6,14 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from fourfold.cli.errors import RUN_FAILED, USER_ERROR, fail
 
 if TYPE_CHECKING:
-    from fourfold.planner.problem import Limits, Problem
-    from fourfold.recipe import RunPlan
+    from fourfold.planner.search import Plan
 
 Flag = Annotated[bool, Parameter(negative=())]
 
@@ -73,11 +72,13 @@ def plan(
     recipe_out
         Write the best layout that `fourfold train` can run as a recipe.
     """
+    from fourfold.planner.own import OwnLayout
+    from fourfold.planner.problem import asked_problem
     from fourfold.planner.search import search
     from fourfold.recipe import RecipeError
 
     try:
-        problem, own = _problem(
+        problem, known = asked_problem(
             recipe,
             model=model,
             gpu=gpu,
@@ -91,29 +92,15 @@ def plan(
         )
         if top < 1:
             raise ValueError(f"--top: must be at least 1, but is {top}")
-        found = search(problem, top=top, own=own)
+        found = search(problem, top=top, own=None if known is None else OwnLayout.of(known))
     except (RecipeError, ValueError, OSError) as error:
         return fail(error, USER_ERROR)
-    if as_json:
-        from fourfold.planner.explain import explain as reasons
-        from fourfold.planner.plan_json import plan_json
-
-        print(json.dumps(plan_json(found, reasons(found) if explain else None)))
-    else:
-        from fourfold.report.plan import print_plan
-
-        print_plan(found)
-        if explain:
-            from fourfold.planner.explain import explain as reasons
-            from fourfold.report.explain import print_explanation
-
-            print()
-            print_explanation(reasons(found))
+    _show(found, explain=explain, as_json=as_json)
     if recipe_out is not None:
         from fourfold.planner.as_recipe import layout_for_recipe, write_recipe
 
         try:
-            write_recipe(problem, layout_for_recipe(found), recipe_out, command=_command())
+            write_recipe(found.problem, layout_for_recipe(found), recipe_out, command=_command())
         except (ValueError, OSError) as error:
             return fail(error, USER_ERROR)
         if not as_json:
@@ -121,78 +108,31 @@ def plan(
     return 0 if found.candidates else RUN_FAILED
 
 
+def _show(found: Plan, *, explain: bool, as_json: bool) -> None:
+    """Prints a plan, with its reasons if they are wanted."""
+    reasons = None
+    if explain:
+        from fourfold.planner.explain import explain as explained
+
+        reasons = explained(found)
+    if as_json:
+        from fourfold.planner.plan_json import plan_json
+
+        print(json.dumps(plan_json(found, reasons)))
+        return
+    from fourfold.report.plan import print_plan
+
+    print_plan(found)
+    if reasons is not None:
+        from fourfold.report.explain import print_explanation
+
+        print()
+        print_explanation(reasons)
+
+
 def _command() -> str:
     """What was typed."""
     return shlex.join(["fourfold", *sys.argv[1:]])
-
-
-def _problem(
-    recipe: Path | None,
-    *,
-    model: str | None,
-    gpu: str | None,
-    gpus: int | None,
-    seq: str | None,
-    batch_tokens: str | None,
-    dtype: str | None,
-    stack: str,
-    documents: str | None,
-    fix: tuple[str, ...],
-) -> tuple[Problem, Limits | None]:
-    """The job, and the layout of the recipe if there is one and the job still is the recipe's."""
-    from fourfold.planner.cluster import cluster
-    from fourfold.planner.problem import Problem, limits_of, parse_count, parse_limits, parse_precision
-    from fourfold.planner.stack import load_stack
-
-    known: RunPlan | None = None
-    if recipe is not None:
-        from fourfold.recipe import check, load
-
-        known = check(load(recipe))
-        gpu = gpu or known.recipe.cluster.gpu
-        gpus = gpus or known.grid.size
-    needed = {"--gpu": gpu, "--gpus": gpus}
-    if known is None:
-        needed |= {"--model": model, "--seq": seq, "--batch-tokens": batch_tokens}
-    missing = [name for name, value in needed.items() if value is None]
-    if missing:
-        where = "or a recipe" if known is None else "or cluster.gpu in the recipe"
-        raise ValueError(f"{', '.join(missing)}: needed, {where}; `fourfold plan --help` shows an example of each")
-    assert gpu is not None
-    assert gpus is not None
-    machines, software, limits = cluster(gpu, gpus), load_stack(stack), parse_limits(fix)
-    if known is None:
-        assert model is not None
-        assert seq is not None
-        assert batch_tokens is not None
-        problem = Problem.of(
-            model=model,
-            cluster=machines,
-            seq_len=parse_count(seq),
-            tokens=parse_count(batch_tokens),
-            precision=parse_precision(dtype or "bf16"),
-            stack=software,
-            documents=documents,
-            limits=limits,
-        )
-        return problem, None
-    problem = Problem.from_recipe(known, cluster=machines, stack=software, documents=documents, limits=limits)
-    changes: dict[str, Any] = {}
-    if model is not None:
-        from fourfold.planner.problem import read_model
-
-        changes |= {"config": read_model(model), "name": model}
-    if dtype is not None:
-        changes["precision"] = parse_precision(dtype)
-    if seq is not None or batch_tokens is not None:
-        from fourfold.planner.problem import sequences_of
-
-        length = problem.seq_len if seq is None else parse_count(seq)
-        tokens = problem.tokens if batch_tokens is None else parse_count(batch_tokens)
-        changes |= {"seq_len": length, "sequences": sequences_of(tokens, length)}
-    problem = problem.replace(**changes)
-    same = not changes and gpus == known.grid.size
-    return problem, limits_of(known) if same else None
 
 
 def accuracy(

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fourfold.planner import wording
+from fourfold.planner.chips import MIB
 from fourfold.planner.cluster import Cluster, find_chip
 from fourfold.planner.jobs import Order, Precision, Recompute, Split
 from fourfold.planner.rows import Cells, Measured, MeasuredRow, Unscored, hashed_group, header, read_cells
-
-MIB = 2.0**20
 
 STEPS = ("# GPUs", "global batch", "micro batch", "hidden size", "attention heads", "# layers", "sequence length",
          "tensor parallelism", "data parallelism", "pipeline parallelism")  # fmt: skip
@@ -235,9 +234,9 @@ def _required(cells: Cells, column: str) -> int:
 
 
 def _measured(cells: Cells, column: str) -> float:
-    value = cells.number(column)
-    if value is None or value <= 0:
-        raise ValueError(f"{cells.where}, column {column}: must be above 0")
+    value = cells.positive(column)
+    if value is None:
+        raise ValueError(f"{cells.where}, column {column}: is empty or missing")
     return value
 
 

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fourfold.planner.chips import GIB
 from fourfold.planner.cost import HOUR, checkpointing
 from fourfold.planner.jobs import Precision
-from fourfold.planner.judge import RESERVED, Candidate
+from fourfold.planner.judge import Candidate
+from fourfold.planner.memory import RESERVED
 from fourfold.planner.paper import zero_rule
-from fourfold.planner.published import preset_of, published, training_steps
+from fourfold.planner.published import long_context, preset_of, published, training_steps
 from fourfold.planner.search import Plan, search
 from fourfold.recipe import (
     Batch,
@@ -46,7 +48,6 @@ SCHEDULES = ("afab", "1f1b", "interleaved", "flexible")
 _DTYPES: dict[Precision, Literal["float32", "bfloat16"]] = {Precision.BF16: "bfloat16", Precision.FP32: "float32"}
 _LOOKED_AT = 30  # of the fastest layouts, for one that has memory to spare
 _SET_ME = "/path/to/tokens"
-_GIB = 1 << 30
 _WIDTH = 112  # characters of a command's line in the head
 
 
@@ -132,7 +133,9 @@ def candidate_recipe(problem: Problem, candidate: Candidate, *, name: str, check
         data=Data(source=_SET_ME),
         optimizer=_optimizer(problem),
         train=Train(
-            steps=training_steps(problem.config, problem.tokens), dtype=_DTYPES[problem.precision], device="cuda"
+            steps=training_steps(problem.config, problem.seq_len, problem.tokens),
+            dtype=_DTYPES[problem.precision],
+            device="cuda",
         ),  # type: ignore[arg-type]
         checkpoint=Checkpoint(every=checkpoint_every),
         timeouts=_timeouts(candidate),
@@ -162,7 +165,7 @@ def _optimizer(problem: Problem) -> Optimizer:
     """As published for the model, else the defaults with a short warm-up."""
     known = published(problem.config)
     if known is None:
-        return Optimizer(warmup_steps=min(2000, training_steps(problem.config, problem.tokens) // 10))
+        return Optimizer(warmup_steps=min(2000, training_steps(problem.config, problem.seq_len, problem.tokens) // 10))
     return Optimizer(lr=known.lr, warmup_steps=known.warmup_steps, min_lr_ratio=known.min_lr_ratio)
 
 
@@ -238,7 +241,7 @@ def _header(problem: Problem, candidate: Candidate, command: str | None) -> list
     lines += [
         f"Predicted with the stack {problem.stack.name}: {candidate.step_seconds:.3g} s per step "
         f"({low:.3g} to {high:.3g}), {candidate.mfu:.0%} MFU, "
-        f"{candidate.memory_bytes / _GIB:.0f} of {cluster.chip.hbm_bytes / _GIB:.1f} GiB on the fullest GPU.",
+        f"{candidate.memory_bytes / GIB:.0f} of {cluster.chip.hbm_bytes / GIB:.1f} GiB on the fullest GPU.",
         *([fits.strip()] if fits else []),
         "Set data.source, and data.tokenizer for a folder of text, before you train.",
     ]
@@ -260,7 +263,7 @@ def _comments(problem: Problem, candidate: Candidate, recipe: Recipe) -> dict[st
         "pipeline.split": split.get(str(recipe.pipeline.split), "layers per stage"),
         "batch.sequences": f"x {batch.seq_len:,} = {problem.tokens:,} tokens per step",
         "data.source": "set this: a folder of token files, as `fourfold data tokenize` writes them, or of text",
-        "train.steps": f"{recipe.train.steps * problem.tokens / 1e12:.3g}T tokens",
+        "train.steps": f"{format_tokens(recipe.train.steps * problem.tokens)} tokens",
         "checkpoint.every": f"{_span(recipe.checkpoint.every * candidate.step_seconds)}, "
         "by the failure rate of Llama 3's cluster",
     }
@@ -270,8 +273,14 @@ def _comments(problem: Problem, candidate: Candidate, recipe: Recipe) -> dict[st
         comments["pipeline.schedule"] = f"ranks wait {candidate.bubble_over_total:.1%} of the time for other stages"
     known = published(problem.config)
     if known is not None:
-        comments["optimizer"] = f"2407.21783; {known.source}"
+        of = " (in pre-training; for long sequences none is printed)"
+        comments["optimizer"] = f"2407.21783; {known.source}{of if long_context(problem.config, batch.seq_len) else ''}"
     return comments
+
+
+def format_tokens(tokens: float) -> str:
+    """15.6T; 800B."""
+    return f"{tokens / 1e12:.3g}T" if tokens >= 1e12 else f"{tokens / 1e9:.3g}B"
 
 
 def _span(seconds: float) -> str:

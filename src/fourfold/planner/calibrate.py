@@ -18,10 +18,12 @@ import numpy as np
 
 from fourfold.planner.cluster import CHIPS
 from fourfold.planner.fitting import Fit, Model, Report, Runs, Unknown, find, unbounded
-from fourfold.planner.jobs import Column
-from fourfold.planner.priors import FAMILIES, PORTABLE, PRIORS, SUSTAINED_PRIORS
+from fourfold.planner.flops import model_flops_per_step
+from fourfold.planner.jobs import Column, Jobs
+from fourfold.planner.priors import FAMILIES, GUESSES, PORTABLE, PRIORS, SUSTAINED_PRIORS
 from fourfold.planner.rows import MeasuredRow, jobs_of
 from fourfold.planner.stack import SOFTWARE, TRAITS, Stack, load_stack
+from fourfold.recipe.write import write_new
 
 TRUST = {"A": 1.0, "B": 0.3, "C": 0.1}  # how much a row counts by its quality
 NEW = 1.5  # a new stack may be so many times further from its base than one of the project's from what is common
@@ -62,16 +64,28 @@ def run_weights(sources: Sequence[str], groups: Sequence[str]) -> Column:
 
 
 def calibrate_files(paths: Sequence[str | Path], *, out: Path, base: str, name: str) -> CalibratedStack:
-    """Fits a stack to the runs of these tables and writes it. ValueError on tables that are none, or have no runs."""
+    """Fits a stack to the runs of these tables and writes it, never over another file.
+
+    ValueError on tables that are none, or have no runs that can be predicted, and if `out` exists.
+    """
     from fourfold.planner.measured import read
     from fourfold.planner.stack_file import stack_text
 
     if not paths:
         raise ValueError("rows: name at least one table of measured runs")
-    start = load_stack(base)
-    found = fit([row for path in paths for row in read(path).rows], start, name=name)
+    if out.suffix != ".toml":
+        raise ValueError(f"{out}: a stack is a .toml file; nearest legal: {out.with_suffix('.toml')}")
+    if out.exists():  # before the work; `write_new` would find it, too
+        raise ValueError(f"{out}: exists; remove it, or give another name")
+    start, tables = load_stack(base), [read(path) for path in paths]
+    rows = [row for table in tables for row in table.rows]
+    if not any(row.seconds for row in rows):
+        reasons = Counter(row.reason for table in tables for row in table.unscored)
+        why = "; ".join(f"{reason} ({count} rows)" for reason, count in reasons.most_common(3))
+        raise ValueError(f"rows: no run can be fitted: {why or 'none has a step time or a token rate'}")
+    found = fit(rows, start, name=name)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(stack_text(found), encoding="utf-8")
+    write_new(out, stack_text(found))
     return found
 
 
@@ -86,6 +100,7 @@ def fit(rows: Sequence[MeasuredRow], base: Stack, *, name: str, report: Report |
     if not timed:
         raise ValueError("rows: none has a step time or a token rate; calibration needs at least one run that has")
     runs = runs_of(timed, [name], balanced=False)
+    _refuse_impossible(timed, runs.jobs)
     sustained = base.constants.sustained
     model = Model(
         [Unknown(constant, NEW * prior.own, stack=0) for constant, prior in PRIORS.items()],
@@ -103,6 +118,18 @@ def fit(rows: Sequence[MeasuredRow], base: Stack, *, name: str, report: Report |
     )
     spread = np.log(base.band[1] / base.band[0]) / (2 * NINETY)
     return calibrated(stack, found, index=0, rows=timed, runs=runs, spread=float(spread))
+
+
+def _refuse_impossible(rows: Sequence[MeasuredRow], jobs: Jobs) -> None:
+    """ValueError for a run faster than its GPUs' dense peak: one wrong number would bend all constants."""
+    assert all(row.seconds for row in rows)
+    share = model_flops_per_step(jobs) / (jobs.gpus * jobs.peak * np.array([row.seconds for row in rows]))
+    worst = int(np.argmax(share))
+    if share[worst] > 1:
+        raise ValueError(
+            f"row {rows[worst].id}: {rows[worst].seconds:.4g} s a step would be {share[worst]:.1%} of the dense "
+            f"peak of {rows[worst].gpu}; must be below 100%"
+        )
 
 
 def fit_project(
@@ -134,6 +161,7 @@ def fit_project(
         members = tuple(number[chip] for chip in chips)
         shares["portable"][list(members)] = PORTABLE[family]
         for name, prior in SUSTAINED_PRIORS.items():
+            shares[name][list(members)] = GUESSES.get((family, name), shares[name][list(members)])
             unknowns.append(Unknown(name, prior.common, chips=members))
             unknowns += [Unknown(name, prior.own, chips=(number[chip],)) for chip in chips if chip in seen]
     model = Model(

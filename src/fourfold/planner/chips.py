@@ -14,7 +14,7 @@ import msgspec
 from fourfold.planner.hardware import find_gpu
 
 GB = 1e9  # bytes, as bandwidths are printed
-GIB = 1 << 30  # bytes, as memory is
+MIB, GIB = 1 << 20, 1 << 30  # bytes, as memory is
 
 
 class Chip(msgspec.Struct, frozen=True, kw_only=True):

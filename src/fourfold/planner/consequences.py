@@ -15,7 +15,7 @@ from fourfold.planner.arithmetic import (
     moments_per_parameter,
     rank_bytes,
 )
-from fourfold.planner.memory import RESERVE
+from fourfold.planner.memory import RESERVED
 from fourfold.planner.run_memory import run_memory
 from fourfold.planner.run_time import run_cluster, run_seconds
 from fourfold.planner.walk import RankMemory
@@ -132,7 +132,7 @@ def consequences(plan: RunPlan) -> Consequences:
         ranks=tuple(_rank(plan, memory, counts) for memory in run_memory(plan)),
         later_phases=tuple(map(_later, plan.phases[1:])),
         step_seconds=run_seconds(plan),
-        usable_bytes=None if machines is None else machines.chip.hbm_bytes - RESERVE,
+        usable_bytes=None if machines is None else machines.chip.hbm_bytes - RESERVED,
     )
 
 

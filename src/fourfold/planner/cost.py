@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fourfold.planner.arithmetic import count_parameters
+from fourfold.planner.chips import GIB
 
 if TYPE_CHECKING:
     from fourfold.planner.cluster import Cluster
@@ -37,6 +38,10 @@ CHECKPOINT_BYTES = 12
 which are also quoted, are what training holds, gradients included, and no checkpoint."""
 
 
+HOST_BYTES = 2 << 40
+"""Main memory of a node, as of a DGX H100."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """What a run takes in all."""
@@ -56,13 +61,6 @@ def run_cost(*, seconds: float, gpus: int, goodput: float = 1.0, dollars_per_gpu
     wall = seconds / goodput
     gpu_hours = gpus * wall / HOUR
     return Cost(days=wall / DAY, gpu_hours=gpu_hours, dollars=gpu_hours * dollars_per_gpu_hour)
-
-
-def seconds_at_mfu(flops: float, *, gpus: int, peak: float, mfu: float) -> float:
-    """Seconds of so many FLOPs (of all GPUs) at a share `mfu` of the dense peak, both in the same convention."""
-    if not 0 < mfu <= 1:
-        raise ValueError(f"mfu = {mfu}: must be above 0 and at most 1, as 0.4 for 40 %")
-    return flops / (gpus * peak * mfu)
 
 
 # --- Checkpoints and failures ---
@@ -124,9 +122,9 @@ class Checkpointing:
     goodput: float
     """Share of time that steps get."""
 
-    def host_line(self, host_bytes: float) -> str:
+    def host_line(self, host_bytes: float = HOST_BYTES) -> str:
         """Whether a save fits the main memory of a node, in a sentence. A save that did not has killed runs."""
-        needed, there = self.host_bytes_per_node / 2**30, host_bytes / 2**30
+        needed, there = self.host_bytes_per_node / GIB, host_bytes / GIB
         verdict = "fits" if self.host_bytes_per_node <= 0.5 * host_bytes else "does not fit: half is for the run itself"
         return f"A save staged in main memory takes {needed:,.0f} GiB on each node; in {there:,.0f} GiB that {verdict}."
 

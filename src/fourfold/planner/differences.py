@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fourfold.planner.chips import GIB
 from fourfold.planner.exact import play_exactly
 from fourfold.planner.explanation import Comparison, Difference
 from fourfold.planner.infeasible import explain_infeasible, fastest_fit
-from fourfold.planner.judge import Candidate, candidate, usable_bytes
+from fourfold.planner.judge import Candidate, allocatable_bytes, candidate
 from fourfold.planner.misses import SECONDS_WORDS, paper_job
 from fourfold.planner.paper import PaperAnswer, paper_layout
 from fourfold.planner.search import Plan
@@ -24,7 +25,6 @@ DIMENSIONS = ("tp", "cp", "pp", "virtual_stages", "micro_batch", "schedule", "ze
 """In the order in which they are compared; dp follows from the first three, and nc from the schedule."""
 OF_A_PIPELINE = ("virtual_stages", "schedule", "split")
 NOTICEABLE = 0.002  # of the step: less is no reason
-_GIB = 1 << 30
 
 
 def compare_with_paper(plan: Plan) -> Comparison:
@@ -50,9 +50,9 @@ def paper_candidate(problem: Problem, paper: PaperAnswer) -> Candidate:
 
 def _too_much(plan: Plan, theirs: Candidate) -> str:
     """: 81.6 GiB on pipeline rank 1, of 76.0 usable under the stack standard."""
-    usable = usable_bytes(plan.problem)
+    usable = allocatable_bytes(plan.problem)
     return (
-        f": {theirs.memory_bytes / _GIB:.1f} GiB on pipeline rank {theirs.worst_rank}, where {usable / _GIB:.1f} can "
+        f": {theirs.memory_bytes / GIB:.1f} GiB on pipeline rank {theirs.worst_rank}, where {usable / GIB:.1f} can "
         f"be allocated, under the stack {plan.problem.stack.name}"
     )
 
@@ -123,7 +123,7 @@ def _price(plan: Plan, found: Candidate, name: str, mine: int | str, theirs: int
     loss = best.step_seconds - found.step_seconds
     numbers = f"{instead} {which}: {_numbers(best)} against {_numbers(found)}"
     if abs(loss) < NOTICEABLE * found.step_seconds:
-        memory = (best.memory_bytes - found.memory_bytes) / _GIB
+        memory = (best.memory_bytes - found.memory_bytes) / GIB
         return f"{numbers}; as fast, with {abs(memory):.1f} GiB {'more' if memory > 0 else 'less'} memory."
     more = {part: best.breakdown[part] - found.breakdown[part] for part in found.breakdown}
     part = max(more, key=lambda part: more[part])
@@ -140,4 +140,4 @@ def layout_words(one: Candidate) -> str:
 
 
 def _numbers(one: Candidate) -> str:
-    return f"{one.step_seconds:.3g} s and {one.memory_bytes / _GIB:.1f} GiB"
+    return f"{one.step_seconds:.3g} s and {one.memory_bytes / GIB:.1f} GiB"

@@ -14,7 +14,7 @@ import numpy as np
 from fourfold.layout import Action, Kind, Schedule, Stage, Timeline, compile_program, generate, partition
 from fourfold.layout.play import Program
 from fourfold.layout.schedule import rounds_of
-from fourfold.planner.jobs import ORDER_NAMES, Jobs, Order, Split
+from fourfold.planner.jobs import ORDER_NAMES, Column, Jobs, Order, Split
 from fourfold.planner.step import Parts, parts
 
 if TYPE_CHECKING:
@@ -108,10 +108,9 @@ def play_exactly(
     if played < number:
         rounds = rounds_of(number, nc=int(job.nc), pp=int(job.pp))
         pipeline += _seconds_of_more_rounds(timeline, rounds)
-    once = pieces.gather_exposed + pieces.reduce_exposed + pieces.optimizer + pieces.fixed
     computing = timeline.compute.mean() * number / played
     return Exact(
-        seconds=float(pieces.inflation * (pipeline + once)),
+        seconds=float(pieces.inflation * (pipeline + once_per_step(pieces))),
         bubble_over_compute=float(pipeline / computing - 1),
         bubble_over_total=float(1 - computing / pipeline),
         ranks=tuple(walk(job, program.schedule, stages, timeline, stack)),
@@ -133,29 +132,35 @@ def micro_batches_to_play(job: Jobs) -> int:
     rounds = rounds_of(number, nc=nc, pp=pp)
     larger = rounds.count(rounds[0])
     smaller = len(rounds) - larger
-    for few in product(_few(larger, 3 if smaller else 4), _few(smaller, 3)):
+    for few in product(_few(larger), _few(smaller)):
         wanted = (rounds[0],) * few[0] + (rounds[-1],) * few[1]
         if rounds_of(sum(wanted), nc=nc, pp=pp) == wanted:
             return sum(wanted)
     return number
 
 
-def _few(number: int, enough: int) -> tuple[int, ...]:
-    """Numbers of rounds to try. A round shows how long it takes if one was before it and two come after it."""
-    return (number,) if number <= enough + 1 else (enough, enough + 1, enough + 2)
+def _few(number: int) -> tuple[int, ...]:
+    """Numbers of rounds of one size to try. A round shows how long it takes if one was before it and two come after."""
+    return (number,) if number <= 5 else (4, 5, 6)
 
 
 def _seconds_of_more_rounds(timeline: Timeline, rounds: tuple[int, ...]) -> float:
-    """What the rounds that were not played take: as long as the first of their size, or the second of all."""
+    """What the rounds that were not played take: as long as the second of their size. The first follows a larger one,
+    and fills the pipeline otherwise."""
     played = timeline.program.schedule.rounds
     ends = [timeline.span(Action(Kind.BACKWARD, 0, last - 1))[1] for last in accumulate(played)]
     seconds = 0.0
     for size in {*rounds}:
         missing = rounds.count(size) - played.count(size)
         if missing:
-            one = max(played.index(size), 1)
+            one = played.index(size) + 1
             seconds += (ends[one] - ends[one - 1]) * missing
     return seconds
+
+
+def once_per_step(pieces: Parts) -> Column:
+    """Seconds of a step outside of the pipeline: ZeRO's messages that nothing hides, the optimizer, what is fixed."""
+    return pieces.gather_exposed + pieces.reduce_exposed + pieces.optimizer + pieces.fixed
 
 
 def stage_seconds(pieces: Parts, stages: tuple[Stage, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fourfold.planner.arithmetic import count_parameters
+from fourfold.planner.chips import GIB
 from fourfold.planner.cost import gpus_for_state, minimum_gpus
 from fourfold.planner.differences import compare_with_paper, layout_words
 from fourfold.planner.explain_bounds import (
@@ -21,7 +22,7 @@ from fourfold.planner.explain_bounds import (
 from fourfold.planner.explain_layout import layout_sections
 from fourfold.planner.explanation import Explanation, Figure, Section
 from fourfold.planner.flops import CONVENTIONS, flops_per_token
-from fourfold.planner.judge import RESERVED
+from fourfold.planner.memory import RESERVED
 from fourfold.planner.published import preset_of
 from fourfold.planner.thresholds import attention_seq_len
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from fourfold.planner.problem import Problem
     from fourfold.planner.search import Plan
 
-GIB = 1 << 30
 STATE_BYTES = 18  # per parameter: bf16 weights, float32 gradients, master weights and two moments
 _SHOWN = ("model", "6p", "no_attention", "causal", "full", "palm_6n")  # of the conventions of `flops`
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from fourfold.planner import thresholds as bounds
 from fourfold.planner.arithmetic import count_parameters
+from fourfold.planner.chips import GIB
 from fourfold.planner.explanation import Figure, Section
-from fourfold.planner.judge import Candidate, candidate, usable_bytes
+from fourfold.planner.judge import Candidate, allocatable_bytes, candidate
 from fourfold.planner.misses import BYTES_WORDS, paper_job
 from fourfold.planner.paper import PaperAnswer, context_ways, fsdp_intensity, node_ways
 from fourfold.planner.published import preset_of
@@ -15,7 +16,6 @@ from fourfold.planner.published import preset_of
 if TYPE_CHECKING:
     from fourfold.planner.problem import Problem
 
-GIB = 1 << 30
 _SEQUENCE = 8_192  # tokens of the example micro-batch, if sequences are longer
 
 
@@ -133,7 +133,7 @@ def pipeline_section(problem: Problem, searched: str = "") -> Section:
     cluster, tp = problem.cluster, node_ways(problem)
     cp = context_ways(problem, tp) or 1
     flat, tokens = without_pipeline(problem, tp, cp), problem.seq_len // cp
-    bound, usable = fsdp_intensity(problem, tp), usable_bytes(problem)
+    bound, usable = fsdp_intensity(problem, tp), allocatable_bytes(problem)
     largest = sorted(flat.memory_parts.items(), key=lambda part: -part[1])[:2]
     parts = " and ".join(f"{size / GIB:.1f} of {BYTES_WORDS[name]}" for name, size in largest)
     sentence = (

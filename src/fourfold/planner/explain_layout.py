@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fourfold.planner.chips import GIB
 from fourfold.planner.cost import FAILURES_PER_GPU_DAY, checkpointing, run_cost
 from fourfold.planner.explanation import Figure, Section
 from fourfold.planner.flops import flops_per_token
-from fourfold.planner.judge import Candidate, usable_bytes
+from fourfold.planner.judge import Candidate, allocatable_bytes
 from fourfold.planner.misses import BYTES_WORDS, SECONDS_WORDS
 from fourfold.planner.paper import zero_rule
 from fourfold.planner.published import training_tokens
 
 if TYPE_CHECKING:
     from fourfold.planner.problem import Problem
-
-GIB = 1 << 30
 
 
 def layout_sections(problem: Problem, one: Candidate) -> tuple[Section, ...]:
@@ -84,7 +83,7 @@ def bubble_section(problem: Problem, one: Candidate) -> Section:
 
 def memory_section(problem: Problem, one: Candidate) -> Section:
     """The fullest rank by kind, and what is left; `Candidate.ranks` has them all."""
-    usable, reserved = usable_bytes(problem), one.memory_bytes * problem.stack.allocator
+    usable, reserved = allocatable_bytes(problem), one.memory_bytes * problem.stack.allocator
     hbm = problem.cluster.chip.hbm_bytes
     low, high = problem.stack.allocator_band
     figures = [Figure(BYTES_WORDS[name], value, "bytes") for name, value in one.memory_parts.items() if value]
@@ -161,7 +160,7 @@ def mfu_section(problem: Problem, one: Candidate) -> Section:
 
 def cost_section(problem: Problem, one: Candidate) -> Section:
     """Days, GPU-hours, dollars and checkpoints of the whole training."""
-    tokens, source = training_tokens(problem.config)
+    tokens, source = training_tokens(problem.config, problem.seq_len)
     steps = tokens / problem.tokens
     saving = checkpointing(problem.config, problem.cluster, step_seconds=one.step_seconds)
     ideal = run_cost(seconds=steps * one.step_seconds, gpus=problem.gpus)
@@ -170,7 +169,8 @@ def cost_section(problem: Problem, one: Candidate) -> Section:
         "cost",
         "What the training costs",
         f"{tokens / 1e12:.3g}T tokens take {real.days:,.1f} days, {real.gpu_hours:,.0f} GPU-hours and "
-        f"${real.dollars:,.0f} at $2 a GPU-hour, of which {1 - saving.goodput:.1%} go to failures and checkpoints.",
+        f"${real.dollars:,.0f} at $2 a GPU-hour, of which {1 - saving.goodput:.1%} go to failures and checkpoints. "
+        f"{saving.host_line()}",
         (
             Figure("tokens", tokens, "tokens", source),
             Figure("steps", steps, "steps", f"/ {problem.tokens:,} tokens"),

@@ -65,7 +65,8 @@ def _reduces_in_layers(jobs: Jobs) -> Column:
 def _reduce(jobs: Jobs, constants: Constants, shards: collectives.Group, size: Column) -> Column:
     """Gradients of `size` parameters to their shards; where copies of the shards exist, summed over these, too."""
     copies = np.maximum(jobs.dp * jobs.cp / jobs.shards, 1)
-    among = collectives.group(jobs, constants, size=copies, stride=jobs.tp * jobs.shards)
+    apart = np.maximum(jobs.shards / jobs.cp, 1) * collectives.dp_stride(jobs, constants)
+    among = collectives.group(jobs, constants, size=copies, stride=apart)
     size = jobs.reduce_bytes * size
     return collectives.reduce_scatter(shards, size) + collectives.all_reduce(among, size / jobs.shards)
 
@@ -74,7 +75,7 @@ def layer_shards(jobs: Jobs, constants: Constants, forward: Column, backward: Co
     """Per layer and micro-batch, beside `forward` and `backward` seconds of the layer's other work."""
     matrices, norms = layer_parameters(jobs)
     size = matrices / jobs.tp + norms
-    shards = collectives.group(jobs, constants, size=jobs.shards, stride=jobs.tp)
+    shards = collectives.sharding_group(jobs, constants, jobs.shards)
     gather = np.where(jobs.zero == 3, collectives.all_gather(shards, WEIGHT * size), 0.0)
     reduce = np.where(_reduces_in_layers(jobs), _reduce(jobs, constants, shards, size), 0.0)
     return Exposed(
@@ -97,9 +98,7 @@ def step_shards(jobs: Jobs, constants: Constants, layer_forward: Column, layer_b
     all-reduced; ZeRO-2 reduces them after every round of micro-batches, but all-forward-all-backward has one round.
     """
     size = rank_parameters(jobs)
-    shards = collectives.group(
-        jobs, constants, size=np.where(jobs.zero == 0, jobs.dp * jobs.cp, jobs.shards), stride=jobs.tp
-    )
+    shards = collectives.sharding_group(jobs, constants, np.where(jobs.zero == 0, jobs.dp * jobs.cp, jobs.shards))
     per_step = (jobs.zero == 1) | (jobs.zero == 2)
     gather = np.where(per_step, collectives.all_gather(shards, WEIGHT * size), 0.0)
     rounds = np.where((jobs.zero == 2) & (jobs.order != Order.AFAB), np.ceil(jobs.micro_batches / jobs.nc), 1)
@@ -125,9 +124,9 @@ def optimizer(jobs: Jobs, constants: Constants, at: Rates) -> Column:
 
 
 def message(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
-    """A layer's output on its way to the next pipeline rank, which is as far away as a rank can be.
+    """A layer's output on its way to the next pipeline rank.
 
     Every TP rank sends a part: it has one with sequence parallelism, and cuts the output without.
     """
-    seconds = collectives.send(jobs, constants, 2 * tokens * jobs.dim / jobs.tp, stride=jobs.gpus // jobs.pp)
+    seconds = collectives.send(jobs, constants, 2 * tokens * jobs.dim / jobs.tp)
     return np.where(jobs.pp > 1, seconds, 0.0)

@@ -136,11 +136,6 @@ def flops_per_token(config: ModelConfig, seq_len: int, lengths: Sequence[int] | 
     return {name: float(flops) for name, flops in _per_token(model, seq_len, pairs).items()}
 
 
-def tflops_per_gpu(flops: Any, seconds: Any, gpus: Any) -> Any:
-    """TFLOP/s of one GPU (1e12 per second), of FLOPs of all GPUs."""
-    return flops / seconds / gpus / 1e12
-
-
 def mfu(flops: Any, seconds: Any, gpus: Any, peak: Any) -> Any:
     """Share of the dense peak that model FLOPs amount to, 0 to 1.
 

@@ -5,36 +5,30 @@ Every change that is named was tried: a layout of the changed job fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
-from fourfold.planner.chips import CHIPS
+from fourfold.planner.chips import CHIPS, GIB, Chip
 from fourfold.planner.exact import play_exactly
 from fourfold.planner.jobs import Order
-from fourfold.planner.judge import Candidate, candidate, job_of, ranking, usable_bytes
+from fourfold.planner.judge import Candidate, allocatable_bytes, candidate, job_of, ranking
 from fourfold.planner.memory import peak_memory
+from fourfold.planner.misses import BYTES_WORDS
 from fourfold.planner.problem import DIMENSIONS, Problem
 from fourfold.planner.space import Space, space, tensor_degrees
 from fourfold.planner.step import step_time
 
-GIB = 1 << 30
+if TYPE_CHECKING:
+    from fourfold.planner.cluster import Cluster
+
 MOST_COUNTS = 400  # of GPUs that are tried
 MOST_PLAYED = 20  # layouts until one fits when played, too
 MOST_GROWTH = 4096  # times the GPUs that there are
 _DIMENSION_WORDS = {"virtual_stages": "virtual stages", "micro_batch": "the micro-batch", "recompute": "recomputation"}
-_PARTS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "master weights and moments",
-    "activations": "activations",
-    "gathered_kv": "gathered keys and values",
-    "logits": "logits",
-    "transients": "transients",
-    "buffers": "buffers",
-}
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class Change:
         again = "" if one.recompute == "none" else f", {one.recompute} recomputation"
         return (
             f"{self.words}: {one.layout}, {how}{again}, {one.memory_bytes / GIB:.1f} of "
-            f"{usable_bytes(self.problem) / GIB:.1f} GiB, {one.step_seconds:.3g} s a step"
+            f"{allocatable_bytes(self.problem) / GIB:.1f} GiB, {one.step_seconds:.3g} s a step"
         )
 
 
@@ -84,7 +78,7 @@ def fastest_fit(problem: Problem) -> Candidate | None:
     layouts = space(problem)
     if not len(layouts):
         return None
-    layouts = layouts.take(np.flatnonzero(_memory(problem, layouts) <= usable_bytes(problem)))
+    layouts = layouts.take(np.flatnonzero(_memory(problem, layouts) <= allocatable_bytes(problem)))
     if not len(layouts):
         return None
     time = [step_time(jobs, problem.stack, imbalance=problem.imbalance).seconds for _, jobs in layouts.chunks(problem)]
@@ -117,9 +111,9 @@ def _memory(problem: Problem, layouts: Space) -> np.ndarray:
 
 def _binding(problem: Problem, leanest: Candidate) -> str:
     """The largest part of the memory of the layout that lacks least."""
-    usable = usable_bytes(problem)
+    usable = allocatable_bytes(problem)
     largest = sorted(leanest.memory_parts.items(), key=lambda item: -item[1])[:3]
-    what = ", ".join(f"{size / GIB:.1f} GiB of {_PARTS[name]}" for name, size in largest)
+    what = ", ".join(f"{size / GIB:.1f} GiB of {BYTES_WORDS[name]}" for name, size in largest)
     within = f" with {_limits(problem)}" if problem.limits else ""
     return (
         f"memory: of all layouts{within}, the one that needs least ({leanest.layout}, ZeRO-{leanest.zero}, "
@@ -129,8 +123,9 @@ def _binding(problem: Problem, leanest: Candidate) -> str:
     )
 
 
-def _limits(problem: Problem) -> str:
-    return ", ".join(f"{name} = {' or '.join(map(str, values))}" for name, values in problem.limits.items())
+def _limits(problem: Problem, names: Collection[str] = DIMENSIONS) -> str:
+    limits = [(name, values) for name, values in problem.limits.items() if name in names]
+    return ", ".join(f"{name} = {' or '.join(map(str, values))}" for name, values in limits)
 
 
 def _illegal(problem: Problem) -> str:
@@ -140,12 +135,23 @@ def _illegal(problem: Problem) -> str:
         near = ", ".join(str(n) for n in (gpus // node * node, -(-gpus // node) * node))
         return f"gpus = {gpus}: must fill nodes of {node} GPUs; nearest legal: {near}"
     degrees = ", ".join(map(str, tensor_degrees(problem.config)))
-    within = f" and {_limits(problem)}" if problem.limits else ""
+    within = f" and {_limits(problem)}{_culprits(problem)}" if problem.limits else ""
     return (
         f"no layout: {gpus} GPUs = tp x cp x pp x dp has no solution with tp one of {degrees}, pp at most "
         f"{problem.config.num_layers + 2}, dp a divisor of {problem.sequences} sequences, 2 cp a divisor of "
         f"{problem.seq_len} tokens{within}"
     )
+
+
+def _culprits(problem: Problem) -> str:
+    """; there are some without tp = 3, or without nc = 5: which limit it is that leaves nothing."""
+    names = [name for name in problem.limits if len(space(_without(problem, name), hopeful=False))]
+    told = " or ".join(f"without {_limits(problem, (name,))}" for name in names)
+    return f"; there are some {told}" if told else ""
+
+
+def _without(problem: Problem, name: str) -> Problem:
+    return problem.replace(limits={key: values for key, values in problem.limits.items() if key != name})
 
 
 def _tried(kind: str, words: str, problem: Problem) -> Iterator[Change]:
@@ -160,8 +166,7 @@ def _drop_limits(problem: Problem) -> Iterator[Change]:
     found = []
     for name in DIMENSIONS:
         if name in problem.limits:
-            freed = problem.replace(limits={key: v for key, v in problem.limits.items() if key != name})
-            for change in _tried("limit", "", freed):
+            for change in _tried("limit", "", _without(problem, name)):
                 was = " or ".join(map(str, problem.limits[name]))
                 now = getattr(change.candidate, name)
                 word = _DIMENSION_WORDS.get(name, name)
@@ -172,7 +177,7 @@ def _drop_limits(problem: Problem) -> Iterator[Change]:
 
 
 def _more_gpus(problem: Problem) -> Iterator[Change]:
-    """The smallest number of GPUs, in whole nodes, with which something fits."""
+    """The first number of GPUs of those tried (`_counts`) with which something fits: at most an eighth too many."""
     for gpus in _counts(problem):
         changed = problem.replace(cluster=_with_gpus(problem, gpus))
         if fits_at_all(changed):
@@ -193,18 +198,25 @@ def _counts(problem: Problem) -> Iterator[int]:
         yield gpus
 
 
-def _with_gpus(problem: Problem, gpus: int) -> Any:
-    import msgspec
-
+def _with_gpus(problem: Problem, gpus: int) -> Cluster:
     cluster = problem.cluster
     tier = gpus if cluster.tier >= cluster.gpus else cluster.tier
     return msgspec.structs.replace(cluster, gpus=gpus, tier=tier)
 
 
-def _larger_memory(problem: Problem) -> Iterator[Change]:
-    """The GPU with least memory with which it fits."""
+def _with_chip(problem: Problem, chip: Chip) -> Cluster:
+    """The cluster with other GPUs: as they usually are connected, unless this one says how otherwise."""
     from fourfold.planner.cluster import cluster
 
+    here = problem.cluster
+    usual, there = cluster(here.chip.name, here.gpus), cluster(chip.name, here.gpus)
+    names = ("domain", "gpus_per_node", "link", "nic", "tier", "oversubscription")
+    said = {name: getattr(here, name) for name in names if getattr(here, name) != getattr(usual, name)}
+    return msgspec.structs.replace(there, **said)
+
+
+def _larger_memory(problem: Problem) -> Iterator[Change]:
+    """The GPU with least memory with which it fits."""
     here = problem.cluster.chip
     if not len(space(problem, hopeful=False)):
         return
@@ -214,7 +226,7 @@ def _larger_memory(problem: Problem) -> Iterator[Change]:
             and ("TPU" in chip.title) == ("TPU" in here.title)
             and problem.precision.name.lower() in chip.peaks
         ):
-            changed = problem.replace(cluster=cluster(chip.name, problem.gpus))
+            changed = problem.replace(cluster=_with_chip(problem, chip))
             if fits_at_all(changed):
                 yield from _tried("gpu", f"{chip.name} instead of {here.name}", changed)
                 return

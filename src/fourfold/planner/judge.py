@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fourfold.planner.exact import Exact
+from fourfold.planner.exact import Exact, once_per_step
 from fourfold.planner.flops import model_flops_per_step
 from fourfold.planner.jobs import ORDER_NAMES, RECOMPUTE_NAMES, Column, Jobs, Order, Recompute, Split, model_parameters
-from fourfold.planner.memory import peak_memory
+from fourfold.planner.memory import PARTS, RESERVED, peak_memory
 from fourfold.planner.problem import SPLIT_NAMES, Problem
-from fourfold.planner.space import LAYOUT, Space
+from fourfold.planner.space import CHUNK, LAYOUT, Space
 from fourfold.planner.step import Parts, parts, step_time
 
 if TYPE_CHECKING:
@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 SHARES = ("matmul", "attention", "memory_bound", "launch", "recompute", "tp", "cp", "dp", "imbalance")
 """Of `Parts`: what a layer's time goes to. They say nothing of how much it is."""
-MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "gathered_kv", "logits", "transients", "buffers")
-RESERVED = 1 << 30  # bytes of a GPU that its context and NCCL take
-DOUBTFUL = 0.9  # of what fits: above, memory is worth a second look
-MOST_DOUBTS = 400  # second looks: the fastest layouts
+FIRST_LOOKS = 500  # layouts of which the fastest that fits is sought first, to know what is too slow
 DIGITS = 5  # of a time; layouts that differ by less are equally fast, and the simpler one goes first
 
 
@@ -34,7 +31,7 @@ class Swept:
     """What the closed forms say of every layout of a space."""
 
     seconds: Column
-    memory: Column  # bytes allocated on the fullest rank, at least; infinite where it was not asked for
+    memory: Column  # bytes allocated on the fullest rank, of those that do not fit at least; infinite: not asked for
     fits: Column  # bool
 
     def __len__(self) -> int:
@@ -68,7 +65,8 @@ class Candidate:
     schedule: str
     zero: int
     recompute: str
-    split: str
+    split: str | tuple[int, ...]
+    """How layers are dealt to stages; of a recipe that says so, the layers of each."""
     step_seconds: float
     step_seconds_band: tuple[float, float]
     """Nine of ten measured runs of the stack lie within it."""
@@ -82,7 +80,9 @@ class Candidate:
     mfu_6p: float
     tokens_per_second_per_gpu: float
     bubble_over_compute: float
+    """Idle time of all pipeline ranks over computing time: the paper's r. Without a pipeline 0."""
     bubble_over_total: float
+    """Idle time over all time of the pipeline."""
     breakdown: dict[str, float]
     """Seconds of a step; they sum to step_seconds."""
     memory_parts: dict[str, float]
@@ -105,28 +105,43 @@ def sweep(problem: Problem, layouts: Space, *, slowest: float = math.inf) -> Swe
     """Time of every layout, and memory from the fastest on; those that take more than `slowest` times as long as the
     fastest that fits cannot be of use, and are left at that.
 
-    Memory is first that of the fullest moment. All moments are looked at where that is nearly all that there is, for
-    the layouts that matter: the fastest.
+    Memory is first that of the fullest moment, which is less than what a rank needs by up to a half, and mostly by
+    nothing. All moments are looked at of what fits by the first look, so that what fits does.
     """
     _keep_freed_memory()
     seconds = _seconds(problem, layouts)
     memory = np.full(len(layouts), math.inf)
     order = np.argsort(seconds, kind="stable")
-    usable, enough = usable_bytes(problem), math.inf
-    for part, jobs in layouts.take(order).chunks(problem):
-        rows = order[part]
-        memory[rows] = peak_memory(jobs, problem.stack, fullest_only=True).allocated
-        enough = slowest * seconds[rows][memory[rows] <= DOUBTFUL * usable].min(initial=math.inf)
+    allocatable, enough = allocatable_bytes(problem), math.inf
+    for first in range(0, len(order), CHUNK):
+        rows = order[first : first + CHUNK]
+        memory[rows] = _memory(problem, layouts, rows, fullest_only=True)
+        close = rows[memory[rows] <= allocatable][:FIRST_LOOKS]
+        fits = close[_memory(problem, layouts, close) <= allocatable]
+        enough = slowest * seconds[fits].min(initial=math.inf)
         if enough < math.inf:
             break
     # The rest as they are enumerated: neighbours have schedules in common, which are looked at once.
     rest = np.flatnonzero((seconds <= enough) & np.isinf(memory))
-    for part, jobs in layouts.take(rest).chunks(problem):
-        memory[rest[part]] = peak_memory(jobs, problem.stack, fullest_only=True).allocated
-    doubtful = order[(memory[order] > DOUBTFUL * usable) & (memory[order] <= usable)][:MOST_DOUBTS]
-    if len(doubtful):
-        memory[doubtful] = peak_memory(jobs_of(problem, layouts, doubtful), problem.stack).allocated
-    return Swept(seconds, memory, memory <= usable)
+    memory[rest] = _memory(problem, layouts, rest, fullest_only=True)
+    close = np.flatnonzero(memory <= allocatable)
+    memory[close] = _memory(problem, layouts, close)
+    return Swept(seconds, memory, memory <= allocatable)
+
+
+def memory_of(problem: Problem, layouts: Space, rows: np.ndarray) -> np.ndarray:
+    """Bytes that these layouts allocate on the fullest rank; of those that do not fit, at least so many."""
+    memory = _memory(problem, layouts, rows, fullest_only=True)
+    close = np.flatnonzero(memory <= allocatable_bytes(problem))
+    memory[close] = _memory(problem, layouts, rows[close])
+    return memory
+
+
+def _memory(problem: Problem, layouts: Space, rows: np.ndarray, *, fullest_only: bool = False) -> np.ndarray:
+    memory = np.empty(len(rows))
+    for part, jobs in layouts.take(rows).chunks(problem):
+        memory[part] = peak_memory(jobs, problem.stack, fullest_only=fullest_only).allocated
+    return memory
 
 
 def _keep_freed_memory() -> None:
@@ -195,15 +210,18 @@ def candidate(problem: Problem, job: Jobs, exact: Exact | None = None) -> Candid
 
 def candidates(problem: Problem, jobs: Jobs, exacts: Sequence[Exact] | None = None) -> list[Candidate]:
     """Jobs with their figures, one by one."""
-    time = step_time(jobs, problem.stack, parts(jobs, problem.stack, problem.imbalance))
-    held = peak_memory(jobs, problem.stack)
     number = len(jobs)
 
     def listed(column: Column) -> list[Any]:
         return np.broadcast_to(column, (number,)).tolist()
 
+    pieces = parts(jobs, problem.stack, problem.imbalance)
+    time = step_time(jobs, problem.stack, pieces)
+    pipeline = listed(time.seconds / pieces.inflation - once_per_step(pieces))
+    computing = listed(computing_seconds(jobs, pieces))
+    held = peak_memory(jobs, problem.stack)
     breakdown = {name: listed(part) for name, part in time.breakdown().items()}
-    bytes_of = {name: listed(getattr(held, name)) for name in MEMORY_PARTS}
+    bytes_of = {name: listed(getattr(held, name)) for name in PARTS}
     layout = {name: listed(getattr(jobs, name)) for name in LAYOUT}
     seconds, allocated, worst = listed(time.seconds), listed(held.allocated), listed(held.worst_rank)
     flops, sixfold = listed(model_flops_per_step(jobs)), listed(6.0 * model_parameters(jobs) * jobs.tokens)
@@ -219,6 +237,7 @@ def candidates(problem: Problem, jobs: Jobs, exacts: Sequence[Exact] | None = No
             memory_parts={name: column[i] for name, column in bytes_of.items()},
             flops=(flops[i], sixfold[i]),
             peak=peak[i],
+            pipeline=(pipeline[i], computing[i]),
             exact=exacts[i] if exacts else None,
         )
         for i in range(number)
@@ -236,16 +255,16 @@ def _candidate(
     memory_parts: dict[str, float],
     flops: tuple[float, float],
     peak: float,
+    pipeline: tuple[float, float],
     exact: Exact | None,
 ) -> Candidate:
     if exact is not None:
         # Playing changes how long stages wait for each other, and nothing else.
         breakdown["bubble"] += exact.seconds - seconds
         seconds, memory, worst_rank = exact.seconds, exact.memory_bytes, exact.worst_rank
-        memory_parts = {name: getattr(exact.ranks[worst_rank], name) for name in MEMORY_PARTS}
-    computing = seconds - breakdown["bubble"] - breakdown["p2p"]
-    waiting = seconds / computing - 1
-    low, high = problem.stack.band
+        memory_parts = {name: getattr(exact.ranks[worst_rank], name) for name in PARTS}
+    whole, computing = pipeline
+    low, high = problem.band
     return Candidate(
         **{name: layout[name] for name in ("tp", "cp", "pp", "dp", "nc", "micro_batch", "zero")},
         virtual_stages=layout["v"],
@@ -256,18 +275,25 @@ def _candidate(
         step_seconds_band=(low * seconds, high * seconds),
         memory_bytes=memory,
         worst_rank=worst_rank,
-        fits=memory <= usable_bytes(problem),
+        fits=memory <= allocatable_bytes(problem),
         mfu=flops[0] / (seconds * peak),
         mfu_6p=flops[1] / (seconds * peak),
         tokens_per_second_per_gpu=problem.tokens / seconds / problem.gpus,
-        bubble_over_compute=waiting if exact is None else exact.bubble_over_compute,
-        bubble_over_total=waiting / (1 + waiting) if exact is None else exact.bubble_over_total,
+        bubble_over_compute=whole / computing - 1 if exact is None else exact.bubble_over_compute,
+        bubble_over_total=1 - computing / whole if exact is None else exact.bubble_over_total,
         breakdown=breakdown,
         memory_parts=memory_parts,
         ranks=() if exact is None else exact.ranks,
     )
 
 
-def usable_bytes(problem: Problem) -> float:
+def computing_seconds(jobs: Jobs, pieces: Parts) -> Column:
+    """Seconds of a step in which the mean pipeline rank computes."""
+    ends = pieces.embedding_forward + pieces.embedding_backward + pieces.head_forward + pieces.head_backward
+    layer = pieces.layer_forward + pieces.layer_backward
+    return jobs.sequences / (jobs.dp * jobs.micro_batch) * (jobs.layers * layer + ends) / jobs.pp
+
+
+def allocatable_bytes(problem: Problem) -> float:
     """Bytes that may be allocated on one GPU: what is left of its memory, after what the allocator loses."""
     return (problem.cluster.chip.hbm_bytes - RESERVED) / problem.stack.allocator

@@ -241,10 +241,10 @@ def _sharding(cells: Cells, columns: dict[str, Any], *, default: int) -> dict[st
 
 def _seconds(cells: Cells, columns: dict[str, Any]) -> float | None:
     """Per step: as measured, else from the rate that the table gives."""
-    seconds = cells.number("measured_step_time_s")
+    seconds = cells.positive("measured_step_time_s")
     if seconds:
         return seconds
-    rate = cells.number("tokens_per_s_per_gpu") or cells.number("measured_tokens_per_s_per_gpu")
+    rate = cells.positive("tokens_per_s_per_gpu") or cells.positive("measured_tokens_per_s_per_gpu")
     if not rate:
         raise _UnscoredError("no step time and no token rate")
     gpus = columns["tp"] * columns["cp"] * columns["pp"] * columns["dp"]
@@ -252,7 +252,7 @@ def _seconds(cells: Cells, columns: dict[str, Any]) -> float | None:
 
 
 def _memory(cells: Cells) -> tuple[float | None, MemoryKind]:
-    peak = cells.number("peak_memory_gb")
+    peak = cells.positive("peak_memory_gb")
     unit, kind = wording.memory(cells.text("notes"), framework=cells.text("framework"))
     return (peak * unit if peak else None), kind
 

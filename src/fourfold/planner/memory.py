@@ -2,8 +2,9 @@
 
 A rank's peak is the largest sum of what is alive at one moment, not the sum of each kind's largest. Which moments can
 be the worst is known: when most micro-batches are in flight, when all gradients have begun to be summed beside them,
-and around the head. The ranks that can be worst are few, too: the two ends, the second, and the first with most layers.
-This file tries those moments on those ranks; `walk` plays every action of every rank, and a test holds them together.
+around the head, and at a reduction into large shards. The ranks that can be worst are few, too: the two ends, and those
+between that have more layers in some chunk than every rank before them. This file tries those moments on those ranks;
+`walk` plays every action of every rank, and a test holds them together.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Protocol
 
 import numpy as np
 
+from fourfold.planner.chips import GIB
 from fourfold.planner.jobs import Column, Jobs
-from fourfold.planner.moments import Moments, Rank, moments_of
+from fourfold.planner.moments import Moments, Rank, few_shards, moments_of
 from fourfold.planner.saved import MemoryRules, Sizes, load_rules, sizes
 
-RESERVE = 1 << 30  # bytes of the device that are never the plan's: CUDA context and NCCL (algorithms.md 3.10)
+RESERVED = 1 * GIB  # of the device, never the plan's: CUDA context and NCCL (algorithms.md 3.10)
+ALLOCATOR = 1.03  # reserved over allocated bytes (algorithms.md 3.10)
 PARTS = (
     "weights",
     "gradients",
@@ -55,7 +58,6 @@ class Memory:
     logits: Column  # kept by the loss
     transients: Column  # alive for a moment
     buffers: Column  # messages, and what libraries hold
-    context: Column  # outside of `allocated`
 
 
 def peak_memory(
@@ -63,7 +65,10 @@ def peak_memory(
 ) -> Memory:
     """The peak of every job's worst pipeline rank.
 
-    Never lower than what `walk` finds by more than 1 %. `rules`: instead of those of the stack's saved set.
+    Against what `walk` finds, of 9,700 random jobs of every kind: two were 1 to 2 % lower and no other more than 1 %,
+    none more than 5 % higher, and the mean error is 0.02 % (600 of them: tests/planner/test_memory.py).
+
+    `rules`: instead of those of the stack's saved set.
     `fullest_only`: looks at one moment alone, when as many are in flight as ever and all gradients have been begun: a
     lower bound, most often the peak itself, and faster.
     """
@@ -86,8 +91,7 @@ def peak_memory(
         allocated=allocated,
         reserved=allocated * stack.allocator,
         worst_rank=found.rank.rank[best].astype(np.int64).reshape(shape),
-        fits=allocated * stack.allocator <= jobs.hbm_bytes - RESERVE,
-        context=np.asarray(rules.context),
+        fits=allocated * stack.allocator <= jobs.hbm_bytes - RESERVED,
         **{name: part[best].reshape(shape) for name, part in parts.items()},
     )
 
@@ -125,15 +129,17 @@ def _alive(jobs: Jobs, rules: MemoryRules, size: Sizes, found: Moments) -> dict[
         some = (number > 0) * (number * (rank.base + more) * size.layer + last * size.head)
         return np.where(number >= jobs.v, every, np.minimum(some, every))
 
+    reduced = chunks_of(counts.released, -rank.last_less)  # for good: their weights are free, too
     if rules.static_gradients:
         sums = np.where(jobs.zero <= 1, every, stage)
     else:
         # ZeRO-1 sums all chunks to the end of the last round; with one round, and in ZeRO-2, one at a time.
-        sums = np.where((jobs.zero <= 1) & found.several, chunks_of(counts.begun, rank.count > 0), stage)
+        begun = chunks_of(counts.begun, rank.count > 0) - reduced
+        sums = np.where((jobs.zero <= 1) & found.several, begun, stage)
     # ZeRO-3 gathers a layer at a time: the one at work, what is ahead of it, and the tables at the ends.
     layers = np.minimum(rank.layers, 1 + rules.prefetched_layers)
     gathered = layers * size.layer + np.maximum(first * size.embedding, last * size.head)
-    there = every if rules.static_gradients else every - chunks_of(counts.released, -rank.last_less)
+    there = every if rules.static_gradients else every - reduced
     shard = (every if rules.lasting_shards else chunks_of(counts.ended, rank.count > 0)) / np.maximum(jobs.shards, 1)
     shard = shard * (jobs.zero >= (2 if rules.static_gradients else 1))
     transient = backward_transient(
@@ -145,6 +151,13 @@ def _alive(jobs: Jobs, rules: MemoryRules, size: Sizes, found: Moments) -> dict[
         embedding=counts.at_embedding,
         reduces=counts.reduces,
     )
+    few = few_shards(jobs)
+    if not rules.lasting_shards and np.any(few):  # beside the sum, when what backward needed is free
+        new = counts.reduces & (counts.ended < jobs.v) & (jobs.zero >= (2 if rules.static_gradients else 1))
+        new = new & few
+        freed = counts.own * (size.activations + size.gathered_kv) + counts.at_head * (size.norm + size.logits)
+        made = jobs.gradient_bytes * stage / np.maximum(jobs.shards, 1)
+        transient = np.maximum(transient, new * (made - freed - size.output))
     return {
         "weights": size.weight_bytes * np.where(jobs.zero >= 3, gathered, there),
         "gradients": jobs.gradient_bytes * (sums * (jobs.zero < 3) + shard),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fourfold.planner.chips import GIB
 from fourfold.planner.exact import Programs, micro_batches_to_play, play_exactly
-from fourfold.planner.jobs import ORDER_NAMES, Column, Jobs, Order, Recompute, Split
-from fourfold.planner.judge import Candidate, Swept, candidate, candidates, jobs_of, usable_bytes
+from fourfold.planner.jobs import Column, Jobs, Recompute
+from fourfold.planner.judge import Candidate, Swept, allocatable_bytes, candidate, candidates, jobs_of, memory_of
+from fourfold.planner.own import OwnLayout
 from fourfold.planner.paper import PaperAnswer, paper_layout
-from fourfold.planner.problem import SPLIT_NAMES, Problem
-from fourfold.planner.space import Space
+from fourfold.planner.problem import Problem
+from fourfold.planner.space import CHUNK, Space
 
-GIB = 1 << 30
 NEAR = 1.25  # times the memory that there is: more is no near miss
 MOST_PLAYED = 40_000  # actions of a schedule that is worth playing for a near miss
 
@@ -81,18 +82,19 @@ def near_misses(
     layouts: Space,
     swept: Swept,
     order: np.ndarray,
-    first: int,
+    answer: tuple[int, Candidate],
     *,
     programs: Programs,
-    own: Jobs | None = None,
+    own: OwnLayout | None = None,
 ) -> tuple[NearMiss, ...]:
     """One per kind of which the answer is not; the fastest that does not fit; and the paper's own layout.
 
     Args:
         order: rows of the layouts that fit, fastest first.
-        first: the row of the answer.
+        answer: its row, and the layout as played.
         own: the layout that the user has.
     """
+    first, played = answer
     rows = [first]
     say: list[tuple[str, Callable[[Candidate, Candidate], str]]] = []
     too_fast = _too_large(problem, swept, first)
@@ -102,102 +104,112 @@ def near_misses(
     for kind in _KINDS:
         mask = np.broadcast_to(kind.holds(layouts.columns, problem), len(swept))
         if mask.any() and not mask[first]:
-            row, sentence = _of_kind(problem, swept, order, mask, kind)
+            row, sentence = _of_kind(problem, layouts, swept, order, mask, kind)
             rows.append(row)
             say.append((kind.name, sentence))
     best, *lost = candidates(problem, jobs_of(problem, layouts, rows))
     found = [NearMiss(name, miss, words(miss, best)) for miss, (name, words) in zip(lost, say, strict=True)]
-    answer = paper_layout(problem)
-    if answer.refusal is None:
-        found.insert(
-            0, _known("paper", "the paper's layout", problem, paper_job(problem, answer), swept, best, programs)
-        )
-    if own is not None:
-        found.insert(0, _known("recipe", "the recipe's layout", problem, own, swept, best, programs))
+    paper = paper_layout(problem)
+    if paper.refusal is None:
+        job = paper_job(problem, paper)
+        found.insert(0, _known("paper", "the paper's layout", problem, job, swept, played, programs))
+    if own is not None and own.unjudged is None:
+        job, split = own.job(problem), own.stage_layers
+        found.insert(0, _known("recipe", "the recipe's layout", problem, job, swept, played, programs, split=split))
     return tuple(_distinct(found, best))
 
 
 def _of_kind(
-    problem: Problem, swept: Swept, order: np.ndarray, mask: np.ndarray, kind: _Kind
+    problem: Problem, layouts: Space, swept: Swept, order: np.ndarray, mask: np.ndarray, kind: _Kind
 ) -> tuple[int, Callable[[Candidate, Candidate], str]]:
     """The fastest of a kind that fits and what is to be said of it; if none fits, the one that lacks least."""
     of_kind = order[mask[order]]
-    if len(of_kind):
-        return int(of_kind[0]), lambda miss, best: f"{kind.words}: {slower(miss, best)}"
     memory = np.where(mask, swept.memory, np.inf)
-    if np.isinf(memory.min()):
-        row = int(np.argmin(np.where(mask, swept.seconds, np.inf)))
+    row = int(of_kind[0]) if len(of_kind) else _slow_one(problem, layouts, swept, mask, memory)
+    if row is not None:
         return row, lambda miss, best: f"{kind.words}: {slower(miss, best)}"
     words = f"{kind.words}: none fits; this one lacks least, and "
     return int(np.argmin(memory)), lambda miss, _: words + too_large(problem, miss)
 
 
+def _slow_one(problem: Problem, layouts: Space, swept: Swept, mask: np.ndarray, memory: np.ndarray) -> int | None:
+    """The fastest that fits of the layouts that the sweep left at their time; None if none does. Notes in `memory` what
+    they need."""
+    slow = np.flatnonzero(mask & np.isinf(swept.memory))
+    slow = slow[np.argsort(swept.seconds[slow], kind="stable")]
+    for rows in np.array_split(slow, -(-len(slow) // CHUNK)) if len(slow) else []:
+        memory[rows] = memory_of(problem, layouts, rows)
+        fits = np.flatnonzero(memory[rows] <= allocatable_bytes(problem))
+        if len(fits):
+            return int(rows[fits[0]])
+    return None
+
+
 def _too_large(problem: Problem, swept: Swept, first: int) -> int | None:
     """The fastest that does not fit by little, if it is faster than what fits."""
-    near = ~swept.fits & (swept.memory <= NEAR * usable_bytes(problem)) & (swept.seconds < swept.seconds[first])
+    near = ~swept.fits & (swept.memory <= NEAR * allocatable_bytes(problem)) & (swept.seconds < swept.seconds[first])
     return int(np.argmin(np.where(near, swept.seconds, np.inf))) if near.any() else None
 
 
 def _faster(problem: Problem, miss: Candidate, best: Candidate) -> str:
-    return f"{1 - miss.step_seconds / best.step_seconds:.1%} faster, but {too_large(problem, miss)}"
+    seconds = best.step_seconds - miss.step_seconds
+    return f"{seconds:.3g} s ({seconds / best.step_seconds:.1%}) faster, but {too_large(problem, miss)}"
 
 
 def _known(
-    kind: str, words: str, problem: Problem, job: Jobs, swept: Swept, best: Candidate, programs: Programs
+    kind: str,
+    words: str,
+    problem: Problem,
+    job: Jobs,
+    swept: Swept,
+    best: Candidate,
+    programs: Programs,
+    split: tuple[int, ...] | None = None,
 ) -> NearMiss:
-    """A layout that is reported whatever comes of it: its place, its time, its memory."""
-    closed = candidate(problem, job)
-    if _key(closed) == _key(best):
-        return NearMiss(kind, closed, f"{words} is the first")
-    place = int((swept.seconds[swept.fits] < closed.step_seconds).sum()) + 1
+    """A layout that is reported whatever comes of it: its place, its time, its memory. It is played, as the best was,
+    unless its schedule is too long; with `split`, of which closed forms know nothing, even then."""
+    one = candidate(problem, job)
+    if split is None and _key(one) == _key(best):
+        return NearMiss(kind, best, f"{words} is the first")
+    if split is not None or 2 * int(job.pp * job.v) * micro_batches_to_play(job) <= MOST_PLAYED:
+        exact = play_exactly(job, problem.stack, imbalance=problem.imbalance, split=split, programs=programs)
+        one = candidate(problem, job, exact)
+    one = one if split is None else replace(one, split=split)
+    place = int((swept.seconds[swept.fits] < one.step_seconds).sum()) + 1
     number = int(swept.fits.sum())
-    if not closed.fits:
-        reason = f"{words}: {too_large(problem, closed)}; it would be number {place:,} of {number:,}"
+    if not one.fits:
+        reason = f"{words}: {too_large(problem, one)}; it would be number {place:,} of {number:,}"
     else:
-        reason = f"{words}, number {place:,} of {number:,}: {slower(closed, best)}"
-    played = 2 * int(job.pp * job.v) * micro_batches_to_play(job) <= MOST_PLAYED
-    exact = play_exactly(job, problem.stack, imbalance=problem.imbalance, programs=programs) if played else None
-    return NearMiss(kind, candidate(problem, job, exact), reason)
+        reason = f"{words}, number {place:,} of {number:,}: {slower(one, best)}"
+    return NearMiss(kind, one, reason)
 
 
 def paper_job(problem: Problem, answer: PaperAnswer) -> Jobs:
     """The paper's layout as a job."""
-    orders = {name: order for order, name in ORDER_NAMES.items()}
-    splits = {name: split for split, name in SPLIT_NAMES.items()}
-    order = orders[answer.schedule]
-    number = problem.sequences // (answer.dp * answer.micro_batch)
-    return problem.jobs(
-        tp=answer.tp,
-        cp=answer.cp,
-        pp=answer.pp,
-        dp=answer.dp,
-        v=answer.virtual_stages,
-        nc=number if order is Order.AFAB else answer.nc or answer.pp,
-        micro_batch=answer.micro_batch,
-        order=int(order),
-        split=int(splits.get(answer.split, Split.EVEN)),
-        zero=answer.zero,
-        recompute=int(Recompute.NONE),
-    )
+    names = ("tp", "cp", "pp", "dp", "virtual_stages", "micro_batch", "schedule", "zero", "split")
+    own = OwnLayout(**{name: getattr(answer, name) for name in names}, nc=answer.nc or None)
+    return own.job(problem)
 
 
 def slower(miss: Candidate, best: Candidate) -> str:
     """By how much a layout is slower than another, and what most of it goes to."""
-    share = miss.step_seconds / best.step_seconds - 1
-    if share < 5e-4:
+    seconds = miss.step_seconds - best.step_seconds
+    share = seconds / best.step_seconds
+    if abs(share) < 5e-4:
         return "as fast, and less simple"
+    if share < 0:
+        return f"{-share:.1%} faster" + ("" if miss.played else " by the closed form, which playing corrects")
     more = {name: miss.breakdown[name] - best.breakdown[name] for name in best.breakdown}
     # That there are more ranks to wait for follows from the rest.
     name = max((n for n in more if n != "other"), key=lambda n: more[n])
     here, there = (round(one.breakdown[name], 6) for one in (miss, best))
-    return (
-        f"{share:.1%} slower, mostly by {SECONDS_WORDS[name]}: {here:.3g} s a step, where the first has {there:.3g} s"
-    )
+    instead = f"where the first has {there:.3g} s" if there else "where the first has none"
+    return f"{seconds:.3g} s ({share:.1%}) slower, mostly by {SECONDS_WORDS[name]}: {here:.3g} s a step, {instead}"
 
 
 def too_large(problem: Problem, miss: Candidate) -> str:
     """By how much a layout does not fit, where, and what is there."""
-    over = (miss.memory_bytes - usable_bytes(problem)) * problem.stack.allocator / GIB
+    over = (miss.memory_bytes - allocatable_bytes(problem)) * problem.stack.allocator / GIB
     largest = sorted(miss.memory_parts.items(), key=lambda item: -item[1])[:2]
     what = " and ".join(f"{size / GIB:.1f} GiB of {BYTES_WORDS[name]}" for name, size in largest)
     return f"does not fit by {over:.1f} GiB on pipeline rank {miss.worst_rank}: {what}"

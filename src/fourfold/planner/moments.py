@@ -18,6 +18,8 @@ from fourfold.planner.jobs import Column, Jobs, Order, Split
 from fourfold.planner.saved import MemoryRules
 
 MOST_RANKS = 6  # that are looked at, per shape
+FEW = 64  # shards times chunks
+KEYS = (1 << 63) - 1  # the largest int64
 EXACT = 1 << 21  # up to which whole numbers are divided rightly in float32, with a margin of 4
 
 
@@ -32,6 +34,7 @@ class Shape(NamedTuple):
     nc: Column
     zero: Column
     micro_batches: Column
+    few: Column = np.asarray(False)  # bool: so few shards that a reduction may be the worst moment
 
 
 class Flow(NamedTuple):
@@ -127,14 +130,27 @@ def moments_of(jobs: Jobs, rules: MemoryRules, *, fullest_only: bool = False) ->
 
 def _shapes(jobs: Jobs) -> tuple[Shape, Column]:
     """(the different shapes, which of them each job has)"""
-    columns = [column.reshape(-1) for column in np.broadcast_arrays(*(getattr(jobs, name) for name in Shape._fields))]
+    fields = {name: getattr(jobs, name) for name in Shape._fields if name != "few"} | {"few": few_shards(jobs)}
+    columns = [column.reshape(-1) for column in np.broadcast_arrays(*fields.values())]
     key = np.zeros(columns[0].size, dtype=np.int64)
+    largest = 0  # that the key can be
     for column in columns:
-        key = key * (int(column.max(initial=0)) + 1) + column.astype(np.int64)
+        values = int(column.max(initial=0)) + 1
+        largest = largest * values + values - 1
+        if largest > KEYS:  # so far it is replaced by its rank among those there are
+            _, key = np.unique(key, return_inverse=True)
+            largest = int(key.max(initial=0)) * values + values - 1
+        key = key * values + column.astype(np.int64)
     _, index, inverse = np.unique(key, return_index=True, return_inverse=True)
-    most = float((columns[-1] * columns[2]).max(initial=0))  # (micro-batch, chunk) pairs
+    most = float((fields["micro_batches"] * fields["v"]).max(initial=0))  # (micro-batch, chunk) pairs
     number = np.float32 if most < EXACT else np.float64
     return Shape(*(column[index].astype(number) for column in columns)), inverse
+
+
+def few_shards(jobs: Jobs) -> Column:
+    """bool: the shard that a reduction makes may be more than what backward had, which is free by then."""
+    # ZeRO-3 has the shard from a chunk's second backward on: only where there is none it comes last.
+    return np.asarray((jobs.shards * jobs.v <= FEW) & ((jobs.zero < 3) | (jobs.micro_batches == 1)))
 
 
 def _undominated(shape: Shape, flow: Flow, rules: MemoryRules, rank: Rank, counts: Counts) -> Column:
@@ -153,8 +169,9 @@ def _undominated(shape: Shape, flow: Flow, rules: MemoryRules, rank: Rank, count
         amounts.append(counts.chunks)
     # What one micro-batch's layers free counts where copies are made and at the embedding's turn.
     copies = rules.weight_gradients == "stage" or rules.reduction_copy
+    reductions = counts.reduces & (copies | (shape.few > 0))
+    flags = flags + 16 * reductions
     if copies:
-        flags = flags + 16 * counts.reduces
         amounts += [counts.own, -counts.own]
     flags = flags.astype(np.uint8)
     amounts = [amount.astype(np.float32) for amount in amounts if np.any(amount)]
@@ -163,6 +180,8 @@ def _undominated(shape: Shape, flow: Flow, rules: MemoryRules, rank: Rank, count
         covers[i] = (flags & ~flags[i]) == 0
         for amount in amounts:
             covers[i] &= amount[i] >= amount
+        if not copies and np.any(reductions):
+            covers[i] &= (counts.own[i] == counts.own) | ~reductions
         # The head's moment frees the logits before the layers' moments come.
         covers[i] &= (counts.at_head[i] == counts.at_head) | (counts.own == 0)
         if not copies and np.any(counts.at_embedding):
@@ -227,8 +246,10 @@ def _moments(shape: Shape, rules: MemoryRules, flow: Flow, rank: Rank, live: Col
         yield np.minimum(final, flow.turn)
         yield np.minimum(final, flow.turn - flow.size)
         yield np.minimum(final, flow.size)  # the chunk before the head's, which may have more layers
-    if interleaved and np.any(rank.rank == shape.pp - 1):  # the last forward through the head, in a round or in all
+    at_end = bool(np.any(rank.rank == shape.pp - 1))
+    if interleaved and (at_end or np.any(rank.first_less)):  # a round's last forward of the last chunk
         yield np.minimum(steady, _rest(-live, flow.turn))
+    if interleaved and at_end:
         yield steady
     if np.any(shape.zero >= 3):  # the first reduced gradients of a chunk are there
         for start in (np.zeros_like(final), flow.size, flow.turn - flow.size):
@@ -238,20 +259,26 @@ def _moments(shape: Shape, rules: MemoryRules, flow: Flow, rank: Rank, live: Col
         turn = np.maximum(0, flow.v - rank.start - rank.count) * flow.size
         yield np.minimum(steady, turn)
         yield np.minimum(steady, flow.turn + turn)
+        yield np.minimum(steady, np.maximum(0, flow.v - rank.start - 1) * flow.size)  # and have all begun
         yield np.minimum(steady, _rest((rank.start + rank.count) * flow.size - live, flow.turn))
         if np.any(shape.zero == 2):
             yield np.minimum(final, turn)
             yield np.minimum(final, flow.turn + turn)
     if interleaved and np.any(shape.zero == 2):
         yield np.minimum(steady, 2 * flow.turn - flow.size)
+        if np.any(rank.first_less):  # the first chunk's last backward of a round: all shards but its own are there
+            yield np.minimum(steady, flow.turn - 1)
     if flow.uneven:  # the heads of a short round come early, while the chunks of the round before go on
         for end in (flow.long, flow.long + flow.v * (flow.size - 1), flow.last_round):
             yield np.clip(end - 1, 0, final)
             yield np.clip(end - flow.size, 0, final)
             yield np.minimum(final, end)
-        yield np.minimum(steady, flow.long + np.maximum(0, flow.v - rank.start - rank.count) * (flow.size - 1))
-    if np.any(rank.rank == 0) or rules.reduction_copy or rules.weight_gradients == "stage":
-        yield final  # the turn of the embedding
+        fuller = np.maximum(0, flow.v - rank.start - rank.count)  # turns before those of the chunks with more
+        yield np.minimum(steady, flow.long + fuller * (flow.size - 1))
+        yield np.clip(flow.long - flow.turn + fuller * flow.size, 0, steady)
+    yield final  # the turn of the embedding, and a reduction
+    if interleaved and np.any(shape.few):  # the first reductions
+        yield np.minimum(final, np.where(shape.zero >= 2, 0, flow.last_round) + flow.size - 1)
     if rules.reduction_copy:  # at the end of a chunk's turn
         last = flow.size - (flow.last_round >= flow.long)
         more = np.maximum(1, flow.v - rank.start)

@@ -21,17 +21,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fourfold.planner.arithmetic import FP32, count_parameters
+from fourfold.planner.chips import GIB
+from fourfold.planner.memory import ALLOCATOR, RESERVED
+from fourfold.planner.saved import load_rules
+from fourfold.planner.space import tensor_degrees
 from fourfold.recipe import ModelConfig
 
 if TYPE_CHECKING:
     from fourfold.planner.problem import Problem
 
-SAVED_SHARE = 0.62
-"""Of the bytes that backward needs as autograd keeps them: 0.33 GB of 0.53 for a layer of 405B at 8K, tp = 8."""
 _BF16 = 2  # bytes
-_ALLOCATOR = 1.03  # reserved over allocated
-_GIB = 1 << 30
-_CONTEXT = 1 * _GIB  # for the CUDA context and NCCL
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ def paper_layout(problem: Problem) -> PaperAnswer:
 
     fits = [fit for tp in enough if (fit := _smallest_pipeline(problem, tp)) is not None]
     if not fits:
-        limit = _usable(problem) / _GIB
+        limit = _usable(problem) / GIB
         refusal = (
             f"rule 4 has no answer: with tp <= {degrees[-1]} no pipeline fits in {limit:.1f} GiB, as the rules know no "
             "recomputation"
@@ -172,7 +171,7 @@ def saved_bytes(config: ModelConfig, tokens: float) -> float:
     attention's output, keys, values, and the three products of SwiGLU, in bf16."""
     numbers = 4 * config.dim + 2 * config.num_heads * config.head_dim
     numbers += 2 * config.num_kv_heads * config.head_dim + 3 * config.ffn_dim
-    return SAVED_SHARE * _BF16 * tokens * numbers
+    return load_rules("meta").share * _BF16 * tokens * numbers
 
 
 def node_ways(problem: Problem) -> int:
@@ -182,12 +181,13 @@ def node_ways(problem: Problem) -> int:
 
 def _node_degrees(problem: Problem) -> list[int]:
     node = min(problem.cluster.domain, problem.gpus)
-    return [tp for tp in _powers_of_two(node) if _tp_is_legal(problem.config, tp)]
+    legal = tensor_degrees(problem.config)
+    return [tp for tp in _powers_of_two(node) if tp in legal]
 
 
 def _usable(problem: Problem) -> float:
     """What a plan may allocate: all that a program sees, less the context, and with the allocator's losses."""
-    return (problem.cluster.chip.hbm_bytes - _CONTEXT) / _ALLOCATOR
+    return (problem.cluster.chip.hbm_bytes - RESERVED) / ALLOCATOR
 
 
 def context_ways(problem: Problem, tp: int) -> int | None:
@@ -213,11 +213,11 @@ def _smallest_pipeline(problem: Problem, tp: int) -> _Fit | None:
             if needed <= usable:
                 before = f"{tried[-1]} does not, " if tried else ""
                 sentence = (
-                    f"Memory: {before}{what} fits: {needed / _GIB:.1f} GiB of {usable / _GIB:.1f} "
+                    f"Memory: {before}{what} fits: {needed / GIB:.1f} GiB of {usable / GIB:.1f} "
                     "(whole gradients, 1F1B order, no recomputation, the paper's saved set)."
                 )
                 return _Fit(tp, cp, pp, zero, needed, sentence)
-            tried.append(f"{what} with {needed / _GIB:.1f} GiB")
+            tried.append(f"{what} with {needed / GIB:.1f} GiB")
     return None
 
 
@@ -273,13 +273,6 @@ def _ending(
         return f"6. {stages}; ZeRO-3, since only sharded weights fit without a pipeline."
     sign = ">=" if per_group >= 2 * best.pp else "<"
     return f"6. {stages}; bs = {per_group} {sign} 2 pp = {2 * best.pp}: ZeRO-{zero} with {schedule}."
-
-
-def _tp_is_legal(config: ModelConfig, tp: int) -> bool:
-    kv = config.num_kv_heads
-    return not any(n % tp for n in (config.num_heads, config.ffn_dim, config.padded_vocab)) and (
-        kv % tp == 0 or tp % kv == 0
-    )
 
 
 def _powers_of_two(limit: int) -> Iterator[int]:

@@ -6,7 +6,8 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from fourfold.planner.explanation import Explanation, explanation_json
-from fourfold.planner.judge import RESERVED, Candidate
+from fourfold.planner.judge import Candidate
+from fourfold.planner.memory import RESERVED
 from fourfold.planner.paper import PaperAnswer, paper_layout
 from fourfold.planner.problem import Problem
 from fourfold.planner.search import Plan
@@ -27,6 +28,7 @@ def plan_json(plan: Plan, explanation: Explanation | None = None) -> dict[str, A
             {"kind": miss.kind, "reason": miss.reason, **candidate_json(plan.problem, miss.candidate)}
             for miss in plan.near_misses
         ],
+        "recipe_unjudged": None if plan.own is None else plan.own.unjudged,
         "evaluated": plan.evaluated,
         "feasible": plan.feasible,
         "search_seconds": plan.seconds,

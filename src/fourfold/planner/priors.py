@@ -58,6 +58,10 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 }
 """Chips of one architecture reach much the same share of their peaks."""
 
+GUESSES: Mapping[tuple[str, str], float] = {("cdna", "matmul_16"): 0.5, ("cdna", "matmul_8"): 0.4}
+"""(family, share) for which another guess than `SUSTAINED_PRIORS` has is known: SemiAnalysis (December 2024) measured
+620 of MI300X's 1,307 TFLOP/s in bf16 and 990 of its 2,615 in FP8, where H100 reached 720 of 989."""
+
 PORTABLE: Mapping[str, float] = {"v100": 0.3, "a100": 0.5, "hopper": 0.33, "blackwell": 0.2, "cdna": 0.2, "v5p": 0.4}
 """Guess of `Sustained.portable` by family. FlashAttention 2, as its authors measured it, sustains about as many FLOP/s
 on chips younger than itself as on those it was written for: a share that falls as peaks grow."""

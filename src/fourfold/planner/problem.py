@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from fourfold.planner.jobs import ORDER_NAMES, RECOMPUTE_NAMES, Jobs, Precision, Split
+from fourfold.planner.cluster import chip_index
+from fourfold.planner.jobs import ORDER_NAMES, RECOMPUTE_NAMES, Jobs, Order, Precision, Split
+from fourfold.planner.stack import measured_runs
 from fourfold.recipe import PRESETS, ModelConfig, config_from_hf, preset
 from fourfold.recipe.errors import nearest_name
 
@@ -26,9 +28,12 @@ Limits = Mapping[str, tuple[int | str, ...]]
 """Dimension -> the values it may have. A dimension that is not there is free."""
 
 SPLIT_NAMES = {Split.EVEN: "even", Split.ENDS_LIGHT: "ends_light"}
+ORDERS = {name: order for order, name in ORDER_NAMES.items()}
+RECOMPUTES = {name: recompute for recompute, name in RECOMPUTE_NAMES.items()}
+SPLITS = {name: split for split, name in SPLIT_NAMES.items()}
 COUNTED = ("tp", "cp", "pp", "dp", "virtual_stages", "nc", "micro_batch")
 NAMED = {
-    "schedule": tuple(ORDER_NAMES.values()),
+    "schedule": tuple(name for name, order in ORDERS.items() if order is not Order.ZB_H1),  # as layouts are generated
     "recompute": tuple(RECOMPUTE_NAMES.values()),
     "split": tuple(SPLIT_NAMES.values()),
 }
@@ -78,6 +83,16 @@ class Problem:
         from fourfold.planner.imbalance import Imbalance
 
         return Imbalance(self.documents, self.seq_len)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether runs on this chip, in numbers as wide as these, are among those that the time model was fitted to."""
+        return measured_runs(chip_index(self.cluster.chip.name), self.precision) > 0
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """Multiples of predicted seconds between which nine of ten measured runs lie; wider on a chip without any."""
+        return self.stack.band_on(chip_index(self.cluster.chip.name), self.precision)
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
@@ -184,23 +199,58 @@ class Problem:
         )
 
 
-def limits_of(plan: RunPlan) -> Limits:
-    """The layout of a recipe as limits: what is left to choose is what a recipe does not say."""
-    split, schedule = plan.recipe.pipeline.split, plan.schedule
-    kind = schedule.kind
-    if kind == "flexible" and (schedule.v == 1 or schedule.nc == schedule.pp):  # the same by its plainer name
-        kind = "1f1b" if schedule.v == 1 else "interleaved"
-    limits: dict[str, tuple[int | str, ...]] = {
-        **{name: (getattr(plan.grid, name),) for name in ("tp", "cp", "pp", "dp")},
-        "virtual_stages": (schedule.v,),
-        "micro_batch": (plan.recipe.pipeline.micro_batch,),
-        "zero": (plan.zero,),
-        "schedule": (kind,),
-        "recompute": ("none",),
+def asked_problem(
+    recipe: Path | None = None,
+    *,
+    model: str | None = None,
+    gpu: str | None = None,
+    gpus: int | None = None,
+    seq: str | None = None,
+    batch_tokens: str | None = None,
+    dtype: str | None = None,
+    stack: str = "standard",
+    documents: str | None = None,
+    fix: Iterable[str] = (),
+) -> tuple[Problem, RunPlan | None]:
+    """The job that a command line asks for, and the checked recipe if the job still is the recipe's.
+
+    ValueError naming all that is missing, or what is wrong.
+    """
+    from fourfold.planner.cluster import cluster
+
+    known: RunPlan | None = None
+    if recipe is not None:
+        from fourfold.recipe import check, load
+
+        known = check(load(recipe))
+        gpu, gpus = gpu or known.recipe.cluster.gpu, gpus or known.grid.size
+    needed = {"--gpu": gpu, "--gpus": gpus}
+    needed |= {} if known else {"--model": model, "--seq": seq, "--batch-tokens": batch_tokens}
+    missing = [name for name, value in needed.items() if value is None]
+    if missing:
+        where = "or a recipe" if known is None else "or cluster.gpu in the recipe"
+        raise ValueError(f"{', '.join(missing)}: needed, {where}; `fourfold plan --help` shows an example of each")
+    given: dict[str, Any] = {
+        "cluster": cluster(str(gpu), gpus or 0),
+        "stack": stack,
+        "documents": documents,
+        "limits": parse_limits(fix),
     }
-    if kind == "flexible":
-        limits["nc"] = (schedule.nc,)
-    return limits | ({"split": (split,)} if isinstance(split, str) else {})
+    if known is None:
+        length, tokens = parse_count(str(seq)), parse_count(str(batch_tokens))
+        return Problem.of(model=str(model), seq_len=length, tokens=tokens, precision=dtype or "bf16", **given), None
+    problem = Problem.from_recipe(known, **given)
+    changes: dict[str, Any] = {}
+    if model is not None:
+        changes |= {"config": read_model(model), "name": model}
+    if dtype is not None:
+        changes["precision"] = parse_precision(dtype)
+    if seq is not None or batch_tokens is not None:
+        length = problem.seq_len if seq is None else parse_count(seq)
+        tokens = problem.tokens if batch_tokens is None else parse_count(batch_tokens)
+        changes |= {"seq_len": length, "sequences": sequences_of(tokens, length)}
+    same = not changes and gpus == known.grid.size
+    return problem.replace(**changes), known if same else None
 
 
 def parse_limits(texts: Iterable[str]) -> Limits:
@@ -281,7 +331,8 @@ def _check_limit(name: str, values: tuple[int | str, ...]) -> None:
         raise ValueError(f"{name}: leaves no value; give at least one")
     for value in values:
         if name in NAMED and value not in NAMED[name]:
-            near = nearest_name(str(value), NAMED[name])
+            measured_only = value == ORDER_NAMES[Order.ZB_H1]  # runs that are measured have it; no layout is made of it
+            near = "1f1b" if measured_only else nearest_name(str(value), NAMED[name])
             hint = f"; nearest legal: {near}" if near else ""
             raise ValueError(f"{name} = {value!r}: must be one of {', '.join(NAMED[name])}{hint}")
         if name == "zero" and value not in (1, 2, 3):

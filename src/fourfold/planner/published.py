@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from fourfold.planner.arithmetic import count_parameters
 from fourfold.recipe import PRESETS, ModelConfig
 
+SHORT = 8192
+"""Tokens of a sequence in pre-training; longer ones are those of the training that follows."""
 TOKENS_PER_PARAMETER = 20
 """For other models: about what is best for a given number of FLOPs (2203.15556)."""
 
@@ -20,16 +22,18 @@ class Published:
     lr: float  # peak
     warmup_steps: int
     min_lr_ratio: float
-    steps: int | None
-    """Of the cosine; None: not printed."""
     source: str
+    long_tokens: float | None = None
+    """Of the training that follows on sequences longer than `SHORT`."""
 
 
 _SIMILAR = "lr: Table 3; the rest as 405B's, which it calls similar"
 PUBLISHED = {
-    "llama3-8b": Published(15e12, 3e-4, 8000, 0.01, None, _SIMILAR),
-    "llama3-70b": Published(15e12, 1.5e-4, 8000, 0.01, None, _SIMILAR),
-    "llama3-405b": Published(15.6e12, 8e-5, 8000, 0.01, 1_200_000, "3.4.1: cosine to 8e-7 over 1,200,000 steps"),
+    "llama3-8b": Published(15e12, 3e-4, 8000, 0.01, _SIMILAR),
+    "llama3-70b": Published(15e12, 1.5e-4, 8000, 0.01, _SIMILAR),
+    "llama3-405b": Published(
+        15.6e12, 8e-5, 8000, 0.01, "3.4.1: cosine to 8e-7 over 1,200,000 steps", long_tokens=800e9
+    ),
 }
 
 
@@ -43,18 +47,23 @@ def published(config: ModelConfig) -> Published | None:
     return PUBLISHED.get(preset_of(config) or "")
 
 
-def training_tokens(config: ModelConfig) -> tuple[float, str]:
-    """(tokens of a whole training, where the number comes from)."""
+def long_context(config: ModelConfig, seq_len: int) -> bool:
+    """Whether such a job is the published training on long sequences, after pre-training."""
     known = published(config)
+    return known is not None and known.long_tokens is not None and seq_len > SHORT
+
+
+def training_tokens(config: ModelConfig, seq_len: int) -> tuple[float, str]:
+    """(tokens of a whole training on sequences of this length, where the number comes from)."""
+    known = published(config)
+    if known is not None and known.long_tokens is not None and seq_len > SHORT:
+        return known.long_tokens, "2407.21783, 3.4.2: about, in six stages of longer and longer sequences"
     if known is not None:
         return known.tokens, "2407.21783"
     parameters = count_parameters(config).total
     return float(TOKENS_PER_PARAMETER * parameters), f"{TOKENS_PER_PARAMETER} per parameter, 2203.15556"
 
 
-def training_steps(config: ModelConfig, tokens_per_step: int) -> int:
-    """Steps of a whole training: those of the published cosine, else as many as the tokens take."""
-    known = published(config)
-    if known is not None and known.steps is not None:
-        return known.steps
-    return math.ceil(training_tokens(config)[0] / tokens_per_step)
+def training_steps(config: ModelConfig, seq_len: int, tokens_per_step: int) -> int:
+    """Steps of a whole training: as many as its tokens take."""
+    return math.ceil(training_tokens(config, seq_len)[0] / tokens_per_step)

@@ -125,6 +125,13 @@ class Cells:
             raise ValueError(f"{self.where}, column {column}: {self.text(column)} must be a whole number from 1")
         return int(value)
 
+    def positive(self, column: str) -> float | None:
+        """A number above 0; None if the cell is empty. ValueError if it has another."""
+        value = self.number(column)
+        if value is not None and value <= 0:
+            raise ValueError(f"{self.where}, column {column}: {self.text(column)} must be greater than 0")
+        return value
+
     def flag(self, column: str, default: bool) -> bool:
         """Whether a cell says yes. ValueError if it says neither yes nor no."""
         cell = self.text(column).lower()

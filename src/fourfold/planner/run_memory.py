@@ -9,6 +9,7 @@ import numpy as np
 
 from fourfold.planner.arithmetic import FP32, count_stages, moments_per_parameter
 from fourfold.planner.jobs import Jobs, Order, Precision, Recompute, Split
+from fourfold.planner.memory import ALLOCATOR
 from fourfold.planner.saved import load_rules
 from fourfold.planner.walk import RankMemory, StageBytes, stage_bytes, walk
 from fourfold.recipe import Phase, RunPlan
@@ -21,7 +22,7 @@ class Trainer:
     """The trainer as a stack, as far as memory goes."""
 
     saved_set: str = "fourfold"
-    allocator: float = 1.03
+    allocator: float = ALLOCATOR
 
 
 def run_memory(plan: RunPlan) -> tuple[RankMemory, ...]:

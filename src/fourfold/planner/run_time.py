@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fourfold.layout import compile_program
 from fourfold.planner.cluster import Cluster, cluster
-from fourfold.planner.exact import stage_seconds
+from fourfold.planner.exact import once_per_step, stage_seconds
 from fourfold.planner.run_memory import PRECISIONS, job_of
 from fourfold.planner.stack import load_stack
 from fourfold.planner.step import parts
@@ -30,8 +30,7 @@ def run_seconds(plan: RunPlan) -> float | None:
     pieces = parts(job, load_stack("standard"))
     forward, backward = stage_seconds(pieces, plan.stages)
     pipeline = compile_program(plan.schedule).play(forward=forward, backward=backward, message=float(pieces.message))
-    once = pieces.gather_exposed + pieces.reduce_exposed + pieces.optimizer + pieces.fixed
-    return float(pieces.inflation * (pipeline.step_time + once))
+    return float(pieces.inflation * (pipeline.step_time + once_per_step(pieces)))
 
 
 def run_cluster(plan: RunPlan) -> Cluster | None:

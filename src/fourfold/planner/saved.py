@@ -16,11 +16,10 @@ from typing import Literal, Self
 import msgspec
 import numpy as np
 
-from fourfold.planner.chips import CHIPS
+from fourfold.planner.chips import CHIPS, MIB
 from fourfold.planner.jobs import Column, Jobs, Precision, Recompute
 from fourfold.recipe.errors import nearest_name, show
 
-MIB, GIB = 1 << 20, 1 << 30
 TRANSPOSING = ("h100", "h100-hbm2e", "h200")  # chips
 
 
@@ -97,19 +96,12 @@ class MemoryRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     workspace: float = 64 * MIB
     """Allocated by libraries for good: cuBLAS, rotary tables, masks."""
-    context: float = 1.0 * GIB
-    """Outside of what PyTorch allocates: CUDA context and NCCL's buffers (algorithms.md 3.10)."""
 
 
 @cache
 def _rules() -> dict[str, MemoryRules]:
     text = (resources.files("fourfold.planner") / "saved_sets.toml").read_text(encoding="utf-8")
     return {name: msgspec.convert(table, MemoryRules) for name, table in tomllib.loads(text).items()}
-
-
-def saved_set_names() -> tuple[str, ...]:
-    """The saved sets that come with the project."""
-    return tuple(_rules())
 
 
 def load_rules(name: str) -> MemoryRules:
@@ -126,7 +118,7 @@ class Sizes:
     """Columns. Parameters on one TP rank, and bytes of one micro-batch on one rank."""
 
     weight_bytes: Column  # per parameter, as gathered
-    master_bytes: Column  # per parameter, before sharding: fp32 weights (unless those are the weights) and two moments
+    master_bytes: Column  # per parameter, before sharding: fp32 weights and two moments
     layer: Column  # parameters
     embedding: Column  # parameters, learned positions with them
     head: Column  # parameters, last norm with them
@@ -167,7 +159,8 @@ def sizes(jobs: Jobs, rules: MemoryRules) -> Sizes:
     layer = qkv + out + up + down + 2 * jobs.dim
     matrix = np.maximum(up, qkv)
 
-    full, kept = kept_by_layer(jobs, rules)
+    full, recomputed = _kept(jobs, rules)
+    kept = full + jobs.recomputed_layers * (recomputed - full)
     gathered = 2 * tokens * (jobs.cp - 1) * kv_heads * jobs.head_dim * number  # keys and values of the other CP ranks
     kept_kv = np.where(rules.gathered_kv & (jobs.recompute <= Recompute.SELECTIVE), gathered, 0.0)
     # The residual's gradient is there all the time. The worst moment is that of the activation function, whose inputs'
@@ -176,13 +169,15 @@ def sizes(jobs: Jobs, rules: MemoryRules) -> Sizes:
     backward = hidden + np.maximum(joined * width, whole_pair - width)
     scores = np.where(jobs.fused_attention, 0.0, rules.scores_transient * number / 2 * _pairs(jobs))
     backward = np.maximum(backward, hidden + scores)
-    transient = backward + (full - kept) * (jobs.recomputed_layers > 0) + (gathered - kept_kv)
+    # Of layers that differ the worst is one that is recomputed: all of it is there again.
+    transient = backward + (full - recomputed) * (jobs.recomputed_layers > 0) + (gathered - kept_kv)
 
     logit = tokens * jobs.padded_vocab / (1 if rules.whole_logits else jobs.tp) * (number / 2)
     head_backward = 2 * logit + rules.head_gradient * table + hidden + whole_pair
     return Sizes(
         weight_bytes=np.where(low, rules.fp8_weights + rules.fp8_transposed * _transposing()[jobs.chip], number),
-        master_bytes=np.where(number == 4, 8, 12),
+        # fp32 weights are held beside their gathered copy, as fully_shard does; nothing is gathered without shards.
+        master_bytes=np.where((number == 4) & (jobs.zero == 0), 8, 12),
         layer=layer,
         embedding=table + jobs.positions * jobs.dim,
         head=np.where(jobs.tied & (jobs.pp == 1), 0.0, table) + jobs.dim,
@@ -205,6 +200,12 @@ def kept_by_layer(jobs: Jobs, rules: MemoryRules) -> tuple[Column, Column]:
 
     For 405B at 8,192 tokens and tp 8 without: 0.496 GiB.
     """
+    full, recomputed = _kept(jobs, rules)
+    return full, full + jobs.recomputed_layers * (recomputed - full)
+
+
+def _kept(jobs: Jobs, rules: MemoryRules) -> tuple[Column, Column]:
+    """Bytes per layer and micro-batch: (of a layer that is not recomputed, of one that is)."""
     number = np.where(jobs.precision == Precision.FP32, 2.0, 1.0)  # beside 16 bits
     scale = number * jobs.micro_batch * jobs.seq_len / jobs.cp
     hidden = scale * jobs.dim / np.where(jobs.sequence_parallel, jobs.tp, 1)
@@ -250,7 +251,7 @@ def kept_by_layer(jobs: Jobs, rules: MemoryRules) -> tuple[Column, Column]:
     kept: Column = full
     for recompute, size in of_recompute:
         kept = np.where(jobs.recompute == recompute, size, kept)
-    return full, full + jobs.recomputed_layers * (kept - full)
+    return full, kept
 
 
 @cache

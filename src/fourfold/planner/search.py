@@ -10,10 +10,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fourfold.planner.exact import Exact, Programs, play_exactly
-from fourfold.planner.jobs import Jobs
-from fourfold.planner.judge import Candidate, Swept, candidates, job_of, jobs_of, ranking, rounded, sweep, usable_bytes
+from fourfold.planner.judge import (
+    Candidate,
+    Swept,
+    allocatable_bytes,
+    candidates,
+    job_of,
+    jobs_of,
+    ranking,
+    rounded,
+    sweep,
+)
 from fourfold.planner.misses import NearMiss, near_misses
-from fourfold.planner.problem import Limits, Problem
+from fourfold.planner.own import OwnLayout
+from fourfold.planner.problem import Problem
 from fourfold.planner.space import LEFT_OUT, Space, space
 
 if TYPE_CHECKING:
@@ -53,6 +63,8 @@ class Plan:
     played: int
     seconds: float
     infeasible: Infeasible | None = None
+    own: OwnLayout | None = None
+    """The layout that the user has, if it is one of this job; a near miss, unless it says why not."""
     left_out: tuple[str, ...] = LEFT_OUT
     """Kinds of layouts that were not looked at, and why."""
 
@@ -62,10 +74,10 @@ class Plan:
         return self.candidates[0] if self.candidates else None
 
 
-def search(problem: Problem, *, top: int = 10, finalists: int = FINALISTS, own: Limits | None = None) -> Plan:
+def search(problem: Problem, *, top: int = 10, finalists: int = FINALISTS, own: OwnLayout | None = None) -> Plan:
     """The `top` fastest layouts that fit, and what is to be said of the others. The same job has the same answer.
 
-    `own`: a layout as limits, as `limits_of` a recipe gives it, which is reported among the near misses.
+    `own`: the layout that the user has, which is reported among the near misses.
     """
     if top < 1:
         raise ValueError(f"top = {top}: must be at least 1; nearest legal: 1")
@@ -83,7 +95,7 @@ def search(problem: Problem, *, top: int = 10, finalists: int = FINALISTS, own: 
     infeasible = None
     if played:
         pareto = _pareto(problem, layouts, swept, order)
-        misses = near_misses(problem, layouts, swept, order, played[0][0], programs=programs, own=_own(problem, own))
+        misses = near_misses(problem, layouts, swept, order, played[0], programs=programs, own=own)
     else:
         from fourfold.planner.infeasible import explain_infeasible
 
@@ -100,13 +112,8 @@ def search(problem: Problem, *, top: int = 10, finalists: int = FINALISTS, own: 
         played=len(played),
         seconds=time.perf_counter() - start,
         infeasible=infeasible,
+        own=own,
     )
-
-
-def _own(problem: Problem, own: Limits | None) -> Jobs | None:
-    """The user's layout as a job; None if there is none, or it is not one of this job."""
-    layouts = None if own is None else space(problem.replace(limits=own), hopeful=False)
-    return job_of(problem, layouts, 0) if layouts is not None and len(layouts) else None
 
 
 def _fitting(layouts: Space, swept: Swept) -> np.ndarray:
@@ -121,10 +128,11 @@ def _play(
     """(row, candidate) of the finalists that fit when played, fastest first."""
     rows: list[int] = []
     exacts: list[Exact] = []
-    usable = usable_bytes(problem)
+    usable = allocatable_bytes(problem)
     first = _diverse(layouts, order, finalists)
     # Should none of them fit after all, those behind them are tried.
-    for number, row in enumerate([*first, *order[:LAST_RESORT].tolist()]):
+    others = [row for row in order[:LAST_RESORT].tolist() if row not in first]
+    for number, row in enumerate([*first, *others]):
         enough = len(rows) >= top and programs.actions > MOST_ACTIONS
         if enough or (rows and number >= len(first)):
             break

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.planner.jobs import ORDER_NAMES, RECOMPUTE_NAMES, Column, Jobs, Order, Precision, Split
-from fourfold.planner.problem import SPLIT_NAMES, Limits, Problem
+from fourfold.planner.jobs import Column, Jobs, Order, Precision, Split
+from fourfold.planner.problem import ORDERS, RECOMPUTES, SPLITS, Limits, Problem
 from fourfold.recipe import ModelConfig
 
 MOST_TOKENS = 16_384  # per rank and micro-batch, above one sequence: products are as efficient with fewer
@@ -35,9 +35,6 @@ LEFT_OUT = (
     "recomputation of other parts than none, selective and full",
 )
 
-_ORDER = {name: order for order, name in ORDER_NAMES.items()}
-_RECOMPUTE = {name: recompute for recompute, name in RECOMPUTE_NAMES.items()}
-_SPLIT = {name: split for split, name in SPLIT_NAMES.items()}
 LAYOUT = ("tp", "cp", "pp", "dp", "v", "nc", "micro_batch", "order", "split", "zero", "recompute")
 
 
@@ -197,19 +194,29 @@ def _schedules(problem: Problem, pp: int, per_group: int, cap: int) -> dict[str,
     # The same rounds as the option before (they are sorted by nc): the same schedule.
     before = np.roll(rounds, 1)
     keep &= ~flexible | (option <= 2) | (rounds != before)
+    plain = _asked_as_flexible(limits, order, v, nc)
     if "nc" in limits:
-        keep &= afab | np.isin(nc, limits["nc"])
+        keep &= afab | np.isin(nc, limits["nc"]) | (plain & (order == Order.ONE_F_ONE_B))
     if "schedule" in limits:
-        keep &= np.isin(order, [_ORDER[str(name)] for name in limits["schedule"]])
+        keep &= plain | np.isin(order, [ORDERS[str(name)] for name in limits["schedule"]])
     columns = {"v": v, "micro_batch": micro_batch, "order": order, "nc": nc, "rounds": rounds}
     return {name: column[keep] for name, column in columns.items()}
+
+
+def _asked_as_flexible(limits: Limits, order: Column, v: Column, nc: Column) -> Column:
+    """Schedules that somebody asks for as flexible ones, but that have plainer names: those of one stage per rank, if
+    that is asked for, are 1F1B, and those with nc = pp are interleaved."""
+    if "flexible" not in limits.get("schedule", ()):
+        return np.zeros(order.shape, dtype=bool)
+    one_stage = (order == Order.ONE_F_ONE_B) & np.isin(v, limits.get("virtual_stages", ()))
+    return one_stage | ((order == Order.INTERLEAVED) & np.isin(nc, limits.get("nc", ())))
 
 
 def _choices(limits: Limits, *, shared: bool) -> dict[str, Column]:
     """(zero, recompute, split), every combination; with nobody to share anything, all ZeRO modes are the first."""
     zeros = [int(z) for z in limits.get("zero", (1, 2, 3))]
-    kinds = [_RECOMPUTE[str(name)] for name in limits.get("recompute", ("none", "selective", "full"))]
-    splits = [_SPLIT[str(name)] for name in limits.get("split", tuple(_SPLIT))]
+    kinds = [RECOMPUTES[str(name)] for name in limits.get("recompute", ("none", "selective", "full"))]
+    splits = [SPLITS[str(name)] for name in limits.get("split", tuple(SPLITS))]
     every = np.meshgrid(zeros if shared else [min(zeros)], kinds, splits, indexing="ij")
     return dict(zip(("zero", "recompute", "split"), (column.ravel() for column in every), strict=True))
 

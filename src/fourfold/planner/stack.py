@@ -7,6 +7,7 @@ What the chip sustains is the same under all stacks and stands in `stacks/chips.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -17,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from fourfold.planner.cluster import CHIPS
-from fourfold.planner.jobs import Column
+from fourfold.planner.jobs import Column, Precision
 from fourfold.recipe.errors import nearest_name, show
 
 FOLDER = resources.files("fourfold.planner") / "stacks"
@@ -65,9 +66,12 @@ class Constants:
     # Traits, known and not fitted
     portable: Column = field(default_factory=lambda: np.asarray(False))  # bool: attention is not written for the chip
     pxn: Column = field(default_factory=lambda: np.asarray(True))  # bool: NCCL 2.12 or later, which uses all NICs
+    pp_inside: Column = field(default_factory=lambda: np.asarray(True))  # bool: ranks of PP lie inside those of DP
 
 
-TRAITS = ("portable", "pxn")
+TRAITS = ("portable", "pxn", "pp_inside")
+SHARES = ("link", "tp_hidden", "nic", "dp_hidden", "contention", "p2p")  # between 0 and 1
+UNMEASURED = 0.25  # log seconds by which a chip is expected to miss that nobody has published runs of: 1.6 x 0.15
 CONSTANT_UNITS = {
     "matmul": "of the chip's sustained rate",
     "depth": "K",
@@ -107,6 +111,14 @@ class Stack:
     tp_overlap: bool = False
     gradient_bytes: int = 4
     reduce_bytes: int = 4
+
+    def band_on(self, chip: int, precision: Precision) -> tuple[float, float]:
+        """The band on a row of `cluster.CHIPS`: wider where no run on it in these numbers was fitted."""
+        low, high = self.band
+        if measured_runs(chip, precision):
+            return low, high
+        wider = [math.exp(math.hypot(math.log(edge), UNMEASURED)) for edge in (low, high)]
+        return 1 / wider[0], wider[1]
 
     def columns(self) -> dict[str, Any]:
         """The software and gradient columns of `Jobs`."""
@@ -152,11 +164,48 @@ def load_sustained() -> Sustained:
     return Sustained(**{name: np.array([table[chip.name][name]["value"] for chip in CHIPS]) for name in names})
 
 
+class _RefusedError(Exception):
+    """A value of a stack's file that cannot be."""
+
+
+def _value(value: Any, name: str) -> float:
+    """A constant: a number above 0, and a share of something at most 1."""
+    share = name in SHARES
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 < value < math.inf
+        or (share and value > 1)
+    ):
+        rule = "must be above 0" + (" and at most 1" if share else "")
+        raise _RefusedError(f"constants.{name}.value = {value}: {rule} ({CONSTANT_UNITS[name]})")
+    return float(value)
+
+
+def _band(table: dict[str, Any]) -> tuple[float, float]:
+    low, high = table["low"], table["high"]
+    if not 0 < low <= 1 <= high < math.inf:
+        raise _RefusedError(f"band.low = {low}, band.high = {high}: must be around 1, such as 0.8 and 1.25")
+    return float(low), float(high)
+
+
+@cache
+def _runs() -> dict[str, dict[str, int]]:
+    table = tomllib.loads((FOLDER / CHIPS_FILE).read_text(encoding="utf-8"))
+    return {chip: {name: share["runs"] for name, share in of.items() if "runs" in share} for chip, of in table.items()}
+
+
+def measured_runs(chip: int, precision: Precision) -> int:
+    """Runs on a row of `cluster.CHIPS`, in numbers as wide as these, to which its share of the peak was fitted."""
+    bits = 4 if precision >= Precision.FP4 else 8 if precision >= Precision.FP8 else 16
+    return _runs()[CHIPS[chip].name][f"matmul_{bits}"]
+
+
 def parse_stack(text: str, *, origin: str) -> Stack:
     """A stack from the text of its file. ValueError naming the file, the key and the rule."""
     try:
         table = tomllib.loads(text)
-        constants = {name: np.asarray(float(table["constants"][name]["value"])) for name in CONSTANT_UNITS}
+        constants = {name: np.asarray(_value(table["constants"][name]["value"], name)) for name in CONSTANT_UNITS}
         software = table.get("software", {})
         return Stack(
             name=table["name"],
@@ -167,14 +216,17 @@ def parse_stack(text: str, *, origin: str) -> Stack:
                 sustained=load_sustained(),
                 portable=np.asarray(software.get("portable_attention", False)),
                 pxn=np.asarray(software.get("pxn", True)),
+                pp_inside=np.asarray(software.get("pp_inside", True)),
             ),
-            band=(float(table["band"]["low"]), float(table["band"]["high"])),
+            band=_band(table["band"]),
             allocator=table.get("allocator", 1.03),
             allocator_band=tuple(table.get("allocator_band", (1.0, 1.1))),
             **{name: software[name] for name in SOFTWARE if name in software},
         )
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{origin}: not valid TOML: {error}") from None
+    except _RefusedError as error:
+        raise ValueError(f"{origin}: {error}") from None
     except KeyError as error:
         key = error.args[0]
         raise ValueError(f"{origin}: {key}: missing; a stack has name, description, [band], [constants.*]") from None

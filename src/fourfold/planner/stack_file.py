@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fourfold.planner.calibrate import CalibratedStack
 from fourfold.planner.cluster import CHIPS
 from fourfold.planner.fitting import Fit
+from fourfold.planner.jobs import Column
 from fourfold.planner.priors import SUSTAINED_PRIORS
 from fourfold.planner.stack import CONSTANT_UNITS, SOFTWARE
 
@@ -27,6 +30,7 @@ def stack_text(found: CalibratedStack) -> str:
         *(f"{name} = {_toml(getattr(stack, name))}" for name in SOFTWARE),
         f"portable_attention = {_toml(bool(stack.constants.portable))}",
         f"pxn = {_toml(bool(stack.constants.pxn))}",
+        f"pp_inside = {_toml(bool(stack.constants.pp_inside))}",
         "",
         "[residual] # of the runs that the constants were fitted on, in percent",
         f"runs = {found.runs}",
@@ -47,17 +51,22 @@ def stack_text(found: CalibratedStack) -> str:
     return "\n".join(lines) + "\n"
 
 
-def chips_text(found: Fit, *, source: str) -> str:
-    """The file of what chips sustain. `stack.load_sustained` reads it."""
+def chips_text(found: Fit, *, source: str, runs: Mapping[str, Column]) -> str:
+    """The file of what chips sustain. `stack.load_sustained` reads it.
+
+    `runs`: for the shares of matrix products, how many runs each chip has that depend on it.
+    """
     lines = [
-        "# Shares of the dense peak that big work sustains. `open`: standard deviation in percent that the runs leave.",
+        "# Shares of the dense peak that big work sustains. `open`: standard deviation in percent that the runs leave;",
+        "# `runs`: how many were fitted on that chip in these numbers.",
         f"# {source}",
     ]
     for index, chip in enumerate(CHIPS):
         lines += ["", f"[{chip.name}] # {chip.title}"]
         for name in SUSTAINED_PRIORS:
             value, left = getattr(found.sustained, name)[index], found.open_shares[name][index]
-            lines.append(f"{name} = {{ value = {value:.4f}, open = {100 * left:.0f} }}")
+            counted = f", runs = {int(runs[name][index])}" if name in runs else ""
+            lines.append(f"{name} = {{ value = {value:.4f}, open = {100 * left:.0f}{counted} }}")
     return "\n".join(lines) + "\n"
 
 

@@ -87,13 +87,6 @@ def best_fsdp_ways(
     return math.sqrt(batch_tokens * gpus * fabric / ffn_dim)
 
 
-def compute_over_communication(
-    batch_tokens: int, gpus: int, ffn_dim: int, peak: float, bandwidth: float, *, axes: tuple[int, int] = (1, 1)
-) -> float:
-    """Time of the products over time of the collectives of FSDP with TP at X_opt; below 1, communication bounds."""
-    return math.sqrt(batch_tokens / gpus * ffn_dim * axes[0] * axes[1]) / (2 * intensity(peak, bandwidth))
-
-
 def attention_seq_len(dim: int) -> int:
     """Tokens from which attention, its whole square, takes more FLOPs than all weights: 8 D.
 
@@ -110,22 +103,12 @@ def gather_seconds(size: float, ranks: int, bandwidth: float) -> float:
     return size * (ranks - 1) / ranks / bandwidth
 
 
-def all_reduce_seconds(size: float, ranks: int, bandwidth: float) -> float:
-    """Twice a reduce-scatter."""
-    return 2 * gather_seconds(size, ranks, bandwidth)
-
-
 def tp_layer_seconds(tokens: int, dim: int, *, tp: int, bandwidth: float, bytes_per_value: int = 2) -> float:
     """The four collectives of one layer's forward over `tokens` of a micro-batch (ISCA'25: all of it exposed).
 
     An all-gather before and a reduce-scatter after each of attention and the feed-forward network, in bf16.
     """
     return 4 * gather_seconds(bytes_per_value * tokens * dim, tp, bandwidth)
-
-
-def p2p_seconds(tokens: int, dim: int, *, tp: int, bandwidth: float, bytes_per_value: int = 2) -> float:
-    """One hop between pipeline stages: each TP rank sends its share of the boundary."""
-    return bytes_per_value * tokens * dim / tp / bandwidth
 
 
 # --- All of it for one cluster ---

@@ -43,7 +43,6 @@ class RankMemory:
     buffers: Bytes  # messages, and what libraries hold
     total: Bytes  # allocated
     reserved: Bytes  # with the allocator's fragmentation
-    context: Bytes  # outside of both: CUDA context and NCCL
 
     @property
     def parts(self) -> dict[str, Bytes]:
@@ -143,7 +142,6 @@ def walk(
                 **values,
                 total=float(totals[worst]),
                 reserved=float(totals[worst]) * stack.allocator,
-                context=rules.context,
             )
         )
     return tuple(ranks)

@@ -62,8 +62,8 @@ CHIPS = (
     (r"v100", "v100-32"),
     (r"[ah](100|800).*pci", None),
     (r"h100 ?nvl|h20\b|a10g?\b", None),
-    (r"[a](100|800).*40", "a100-40"),
-    (r"[a](100|800)", "a100-80"),
+    (r"a(100|800).{0,12}\b40 ?g", "a100-40"),
+    (r"a(100|800)", "a100-80"),
     (r"gb300", "gb300"),
     (r"gb200", "gb200"),
     (r"gh200|h200", "h200"),
@@ -95,7 +95,7 @@ def chip(gpu: str) -> str | None:
 
 def vocabulary(model: str) -> int:
     """Size of the vocabulary that a model of this name has; else GPT-2's, as Megatron pads it."""
-    known = ((r"llama-?3", 128_256), (r"qwen", 151_936), (r"llama|mistral|mixtral", 32_000), (r"nemotron", 256_000))
+    known = ((r"llama[- ]?3", 128_256), (r"qwen", 151_936), (r"llama|mistral|mixtral", 32_000), (r"nemotron", 256_000))
     return next((size for pattern, size in known if re.search(pattern, model.lower())), 51_200)
 
 
@@ -125,16 +125,16 @@ def sharding(words: str, *, ranks: int, node: int, default: int = 0) -> tuple[in
     if not words:
         return default, ranks
     hybrid = "hsdp" in words or "hybrid" in words
-    if re.search(r"grad_op|zero-?2", words):
+    if re.search(r"grad_op|zero[-_ ]?(stage[- ]?)?2", words):
         stage = 2
-    elif hybrid or re.search(r"fsdp|zero-?3|full.?shard|mics", words):
+    elif hybrid or re.search(r"fsdp|zero[-_ ]?(stage[- ]?)?3|full.?shard|mics", words):
         stage = 3
-    elif re.search(r"zero-?1|dist-?opt|distributed opt", words):
+    elif re.search(r"zero[-_ ]?(stage[- ]?)?1|dist-?opt|distributed opt", words):
         stage = 1
     else:
         return 0, ranks
     # Digits of the stage, of FSDP2, of precisions and of the replicas count no ranks that share.
-    rest = re.sub(r"zero-?\d|fsdp\d|[bf][pf]?(?:loat)?(?:16|32)|x\s*dp\s*\d+|\bdp\s*\d+", "", words)
+    rest = re.sub(r"zero[-_ ]?(?:stage[- ]?)?\d|fsdp\d|[bf][pf]?(?:loat)?(?:16|32)|x\s*dp\s*\d+|\bdp\s*\d+", "", words)
     size = re.search(r"\d+", rest)
     if size:
         shards = int(size[0])
@@ -148,7 +148,7 @@ def sharding(words: str, *, ranks: int, node: int, default: int = 0) -> tuple[in
 def recompute(words: str) -> tuple[Recompute, float]:
     """(what is computed again, in which share of the layers). Nothing where the table says nothing."""
     words = words.lower()
-    if not words or re.fullmatch(r"none|no|off|0|0\.0|false|disabled|-", words):
+    if not words or re.match(r"(none|no|not|n/a|without|unknown|off|0|0\.0|false|disabled|-)\b|-$", words):
         return Recompute.NONE, 1.0
     share = re.search(r"(\d+)\s*(?:of|/)\s*(\d+)", words)
     every = re.search(r"every (\d+)|every (other|second)", words)
@@ -156,7 +156,7 @@ def recompute(words: str) -> tuple[Recompute, float]:
         return Recompute.FULL, min(1.0, int(share[1]) / int(share[2]))
     if every:
         return Recompute.FULL, 1 / int(every[1] or 2)
-    if re.search(r"full|all|block|^(on|yes|true|1|1\.0)$", words):
+    if re.search(r"full|all|block|^(activation |gradient )?checkpoint|^(on|yes|true|1|1\.0)$", words):
         return Recompute.FULL, 1.0
     if re.search(r"qkv|except_mlp|out_proj", words):
         return Recompute.FEED_FORWARD, 1.0
@@ -164,7 +164,7 @@ def recompute(words: str) -> tuple[Recompute, float]:
         return Recompute.MATMULS, 1.0
     if re.search(r"select|attention|norm|act|dot|minimal|core", words):
         return Recompute.SELECTIVE, 1.0
-    return Recompute.FULL, 1.0
+    return Recompute.NONE, 1.0
 
 
 def fused_attention(words: str, *, default: bool) -> bool:
@@ -187,11 +187,9 @@ def order(words: str, *, pp: int, v: int) -> Order:
         return Order.ZB_H1
     if "flexible" in words and pp > 1:
         return Order.FLEXIBLE
-    if v > 1:
-        return Order.INTERLEAVED
     if re.search(r"afab|gpipe|all.?f", words):
         return Order.AFAB
-    return Order.ONE_F_ONE_B
+    return Order.INTERLEAVED if v > 1 else Order.ONE_F_ONE_B
 
 
 def overlaps_tp(words: str) -> bool:
@@ -202,24 +200,29 @@ def overlaps_tp(words: str) -> bool:
     return bool(re.search(r"tp[-_ ]comm[-_ ]overlap|async ?tp|userbuffers", words))
 
 
+_RATE = r"(\d+(?:\.\d+)?)\s*([GT])(b/s|bps|bit/s|B/s|\b)"  # 400 Gb/s, 400 Gbps, 50 GB/s, 200G: bits but for a capital B
+
+
 def network(words: str, *, gpus_per_node: int) -> float | None:
     """Bytes/s one-way per GPU between nodes; None if the words give no rate."""
-    words = words.lower()
     # "8x 400 Gb/s", "8x ConnectX-7 400 Gb/s"
-    nics = re.search(r"(\d+)\s*[x\u00d7]\s*(?:[a-z][\w-]*\s+){0,3}(\d+(?:\.\d+)?)\s*(?:gb/s|gbps|gbit/s|g\b)", words)
+    nics = re.search(r"(\d+)\s*[x\u00d7]\s*(?:[A-Za-z][\w-]*\s+){0,3}" + _RATE, words)
     if nics:
-        return int(nics[1]) * float(nics[2]) / 8 * 1e9 / gpus_per_node
-    rate = re.search(r"(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|tb/s|tbps|tbit/s)", words)
+        return int(nics[1]) * _bytes_per_second(*nics.groups()[1:]) / gpus_per_node
+    rate = re.search(_RATE, words)
     if not rate:
         return None
-    bytes_per_second = float(rate[1]) / 8 * (1e12 if rate[2].startswith("t") else 1e9)
-    return bytes_per_second if "per gpu" in words else bytes_per_second / gpus_per_node
+    return _bytes_per_second(*rate.groups()) / (1 if "per gpu" in words.lower() else gpus_per_node)
+
+
+def _bytes_per_second(number: str, scale: str, unit: str) -> float:
+    return float(number) * {"G": 1e9, "T": 1e12}[scale] / (1 if unit == "B/s" else 8)
 
 
 def oversubscription(words: str) -> float:
-    """How many times less bandwidth there is beyond the network's lowest tier."""
-    ratio = re.search(r"(\d+):1", words)
-    return float(ratio[1]) if ratio else 1.0
+    """How many times less bandwidth there is beyond the network's lowest tier, written 7:1 or 1:7."""
+    ratio = re.search(r"\b(\d+):(\d+)\b", words)
+    return max(int(ratio[1]), int(ratio[2])) / min(int(ratio[1]), int(ratio[2])) if ratio else 1.0
 
 
 def links(words: str) -> float | None:

@@ -21,6 +21,7 @@ from fourfold.planner.stack import CONSTANT_UNITS
 _PLAIN_WIDTH = 1000  # characters; plain output is never wrapped
 _NONE = "-"
 _MOST_GROUPS = 12
+_IN_SAMPLE = " (in sample: saved sets were chosen on these rows)"
 _HALVES = {
     "reported": "the half of the configurations that was not calibrated on",
     "calibrated": "the half that the constants were calibrated on",
@@ -90,11 +91,11 @@ def _report(accuracy: Accuracy, *, pretty: bool) -> Group:
         "rank with most (peak_memory)": accuracy.peak_memory,
     }
     if any(score.rows for score in memory.values()):
-        parts += [_gap(), _memory(memory, pretty)]
+        parts += [_gap(), _memory(memory, pretty, in_sample=accuracy.memory_in_sample)]
     if accuracy.fits.rows:
-        parts += [_gap(), _fits(accuracy.fits)]
+        parts += [_gap(), _fits(accuracy.fits, in_sample=accuracy.memory_in_sample)]
     shown = [bar for bar in accuracy.bars if bar.value is not None]
-    if shown:
+    if shown and accuracy.half == "reported":  # they are meant for runs that no constant was fitted to
         parts += [_gap(), _bars(shown, pretty)]
     if accuracy.unscored:
         parts += [_gap(), _unscored(accuracy.unscored, pretty)]
@@ -138,8 +139,8 @@ def _groups(groups: Sequence[LayoutGroup], pretty: bool) -> Table:
     return table
 
 
-def _memory(scores: dict[str, MemoryScore], pretty: bool) -> Table:
-    table = _table("bytes per rank", ("rows", "MAPE", "bias", "largest", "too low by"), pretty)
+def _memory(scores: dict[str, MemoryScore], pretty: bool, *, in_sample: bool) -> Table:
+    table = _table(f"bytes per rank{_IN_SAMPLE * in_sample}", ("rows", "MAPE", "bias", "largest", "too low by"), pretty)
     for name, score in scores.items():
         if score.rows:
             table.add_row(
@@ -153,9 +154,9 @@ def _memory(scores: dict[str, MemoryScore], pretty: bool) -> Table:
     return table
 
 
-def _fits(fits: FitScore) -> Text:
+def _fits(fits: FitScore, *, in_sample: bool) -> Text:
     return Text(
-        f"fits or not: right for {_percent(fits.right_percent)} of {fits.rows} layouts. "
+        f"fits or not{_IN_SAMPLE * in_sample}: right for {_percent(fits.right_percent)} of {fits.rows} layouts. "
         f"{fits.ran_predicted_not_to_fit} of {fits.ran} that ran should not have, "
         f"{fits.out_of_memory_predicted_to_fit} of {fits.out_of_memory} that ran out of memory should have fit"
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -17,7 +16,8 @@ from rich.text import Text
 
 from fourfold.planner.explanation import Comparison, Explanation, Figure, Section
 from fourfold.planner.walk import RankMemory
-from fourfold.report.plan import GIB, as_plain, seconds_text
+from fourfold.report.memory import MEMORY_LEGEND, memory_table
+from fourfold.report.plan import as_plain, seconds_text
 from fourfold.report.text import format_bytes, format_count
 
 _INDENT = (0, 0, 0, 2)
@@ -84,8 +84,8 @@ def _section(number: int, section: Section, ranks: Sequence[RankMemory]) -> Iter
     if section.figures:
         yield Padding(_figures(section.figures), (0, 0, 0, 4))
     if section.key == "memory" and len(ranks) > 1:
-        yield Padding(_ranks(ranks), (1, 0, 0, 4))
-        yield Padding(Text(_RANK_LEGEND, style="dim"), (0, 0, 0, 4))
+        yield Padding(memory_table(ranks), (1, 0, 0, 4))
+        yield Padding(Text(MEMORY_LEGEND, style="dim"), (0, 0, 0, 4))
     for note in section.notes:
         yield Padding(Text(f"Careful: {note}", style="dim"), _INDENT)
 
@@ -98,35 +98,6 @@ def _figures(figures: tuple[Figure, ...]) -> Table:
     for figure in figures:
         table.add_row(Text(figure.name), figure_text(figure), Text(figure.formula))
     return table
-
-
-def _ranks(ranks: Sequence[RankMemory]) -> Table:
-    """Every pipeline rank at its worst moment in GiB; neighbours that look alike share a line."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
-    table.add_column("pp rank", no_wrap=True)
-    table.add_column("holds", min_width=len("embedding +"))
-    for title in _RANK_COLUMNS:
-        table.add_column(title, justify="right", no_wrap=True)
-    for cells, alike in groupby(ranks, key=_rank_cells):
-        same = [rank.pp_rank for rank in alike]
-        table.add_row(f"{same[0]}" if len(same) == 1 else f"{same[0]}-{same[-1]}", *cells)
-    return table
-
-
-_RANK_LEGEND = (
-    "GiB. in flight: most (micro-batch, stage) pairs whose activations are alive at once; other: gathered keys and "
-    "values, logits, transients, buffers."
-)
-_RANK_COLUMNS = ("in\nflight", "weights", "gradi-\nents", "opti-\nmizer", "activa-\ntions", "other", "all")
-
-
-def _rank_cells(rank: RankMemory) -> tuple[str, ...]:
-    holds = ["embedding"] if rank.embedding else []
-    holds += [f"{rank.num_layers} layer{'' if rank.num_layers == 1 else 's'}"] if rank.num_layers else []
-    holds += ["head"] if rank.head else []
-    other = rank.gathered_kv + rank.logits + rank.transients + rank.buffers
-    kinds = (rank.weights, rank.gradients, rank.optimizer, rank.activations, other, rank.total)
-    return (" + ".join(holds) or "nothing", str(rank.in_flight), *(f"{kind / GIB:.1f}" for kind in kinds))
 
 
 def _comparison(comparison: Comparison) -> Iterator[RenderableType]:

@@ -16,14 +16,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fourfold.planner.chips import GIB
 from fourfold.planner.infeasible import Infeasible
-from fourfold.planner.judge import RESERVED, Candidate
+from fourfold.planner.judge import Candidate
+from fourfold.planner.memory import RESERVED
 from fourfold.planner.misses import NearMiss
 from fourfold.planner.paper import PaperAnswer, paper_layout
 from fourfold.planner.problem import Problem
 from fourfold.planner.search import Plan
 
-GIB = 1 << 30
 PLAIN_WIDTH = 4000  # characters; plain sentences are never wrapped
 _EXCLUDED = (
     "loading of data, saving of checkpoints, validation, evaluation, restarts; memory of the host, and of "
@@ -81,6 +82,8 @@ def _render(plan: Plan, *, width: int | None = None) -> RenderableType:
     misses = [miss for miss in plan.near_misses if miss.kind != "paper"]
     if misses:
         parts += [Text(), _title("Near misses"), *_misses(misses, pretty=width is not None)]
+    if plan.own is not None and plan.own.unjudged is not None:
+        parts.append(Padding(Text(f"The recipe's layout is not judged: {plan.own.unjudged}."), (0, 0, 0, 2)))
     theirs = [miss for miss in plan.near_misses if miss.kind == "paper"]
     parts += [Text(), _title("By the rules of Llama 3's paper"), *_paper(plan, paper, theirs, pretty=width is not None)]
     return Group(*parts)
@@ -121,7 +124,11 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     if problem.limits:
         limits = ", ".join(f"{name} = {' or '.join(map(str, values))}" for name, values in problem.limits.items())
         facts.append(("limits", limits))
-    searched = f"{plan.evaluated:,} layouts in {plan.seconds:.2f} s; {plan.feasible:,} of them fit in memory"
+    searched = (
+        f"{plan.evaluated:,} layouts judged in {plan.seconds:.2f} s; {plan.feasible:,} of those judged fit in memory"
+    )
+    if plan.slow:
+        searched += f"; {plan.slow:,} more are too slow to matter"
     if plan.hopeless:
         searched += f"; {plan.hopeless:,} more are too large by weights and optimizer state alone"
     return [*facts, ("search", searched)]
@@ -201,6 +208,8 @@ def pipeline_text(one: Candidate) -> str:
         return f"none {size}"
     nc = f" nc{one.nc}" if one.schedule == "flexible" else ""
     split = " light" if one.split == "ends_light" else ""
+    if not isinstance(one.split, str):
+        split = f" split {'-'.join(map(str, one.split))}"
     return f"{one.schedule} v{one.virtual_stages}{nc} {size}{split}"
 
 
