@@ -36,12 +36,18 @@ class Job:
     tokens: str
     rules: bool = False
     """The layout of the paper's rules, if it fits, not the search's."""
+    tp: int | None = None
+    """Hold TP to this. Across nodes it is nothing to recommend on a prediction alone."""
 
     @property
     def problem(self) -> Problem:
         """The job, on H100."""
         return Problem.of(
-            model=self.model, cluster=cluster("h100", self.gpus), seq_len=self.seq, tokens=parse_count(self.tokens)
+            model=self.model,
+            cluster=cluster("h100", self.gpus),
+            seq_len=self.seq,
+            tokens=parse_count(self.tokens),
+            limits={} if self.tp is None else {"tp": (self.tp,)},
         )
 
     def theirs(self) -> Candidate | None:
@@ -72,7 +78,8 @@ class Job:
 
     def command(self, name: str, held: Candidate | None = None) -> str:
         """What one types to get this recipe alone; `held`: to this layout."""
-        fixed = "" if held is None else "".join(f"--fix {key}={getattr(held, key)} " for key in HELD)
+        own = "" if self.tp is None else f"--fix tp={self.tp} "
+        fixed = own if held is None else "".join(f"--fix {key}={getattr(held, key)} " for key in HELD)
         return (
             f"fourfold plan --model {self.model} --gpu h100 --gpus {self.gpus} --seq {self.seq} "
             f"--batch-tokens {self.tokens} {fixed}--recipe-out recipes/{name}.toml"
@@ -83,7 +90,7 @@ JOBS = {
     "llama3-8b": Job("llama3-8b", 32, 8_192, "4M"),
     "llama3-70b": Job("llama3-70b", 128, 8_192, "4M"),
     "llama3-405b": Job("llama3-405b", 16_384, 8_192, "16M", rules=True),
-    "llama3-405b-131k": Job("llama3-405b", 16_384, 131_072, "16M", rules=True),
+    "llama3-405b-131k": Job("llama3-405b", 16_384, 131_072, "16M", rules=True, tp=8),
 }
 
 

@@ -95,3 +95,58 @@ def test_it_answers_without_torch(arguments: list[str]) -> None:
     assert done.returncode == 0
     assert "IMPORTED []" in done.stderr
     assert done.stdout
+
+
+JOB = ("--model", "llama3-8b", "--gpu", "h100", "--gpus", "8", "--seq", "8K", "--batch-tokens", "1M")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*JOB[:6], "--seq", "abc", *JOB[8:]), "--seq abc: must be a whole number"),
+        ((*JOB[:8], "--batch-tokens", "0"), "--batch-tokens 0: must be at least 1"),
+        ((*JOB, "--fix", "tp=x"), "tp = x: must be whole numbers"),
+        ((*JOB, "--fix", "tp=2", "--fix", "tp=4"), "--fix tp: is given twice"),
+        ((*JOB, "--recipe-out", "."), "--recipe-out .: is a folder"),
+        ((*JOB, "--recipe-out", "/no/such/run.toml"), "--recipe-out /no/such/run.toml: there is no folder /no/such"),
+        ((*JOB[:4], "--gpus", "0", *JOB[6:]), "--gpus 0: must be at least 1"),
+    ],
+)
+def test_what_is_wrong_with_a_plan(arguments: tuple[str, ...], message: str) -> None:
+    done = fourfold("plan", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {message}")
+    assert "Posix" not in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_recipe_that_cannot_be_written() -> None:
+    done = fourfold("plan", *JOB, "--top", "1", "--recipe-out", "/proc/run.toml")
+    assert done.returncode == 2
+    assert done.stderr == "error: --recipe-out /proc/run.toml: No such file or directory\n"
+
+
+def test_example_of_plan_is_in_its_help() -> None:
+    """As the error about missing flags says."""
+    found = " ".join(fourfold("plan", "--help").stdout.split())
+    assert "fourfold plan --model llama3-70b --gpu h100 --gpus 128 --seq 8K --batch-tokens 4M" in found
+
+
+def test_folder_of_measurements() -> None:
+    done = fourfold("accuracy", "--data", ".")
+    assert (done.returncode, done.stderr) == (2, "error: .: is a folder; give its CSV files\n")
+
+
+def test_interrupted_while_it_starts() -> None:
+    """The import of cyclopts is interrupted."""
+    code = """
+import sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "cyclopts":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+import fourfold.cli
+"""
+    done = python("-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -13,12 +13,15 @@ import pytest
 from fourfold.planner.as_recipe import (
     candidate_recipe,
     layout_for_recipe,
+    recipe_sentence,
     recipe_toml,
     trainable,
     untrainable,
     write_recipe,
 )
+from fourfold.planner.cluster import cluster
 from fourfold.planner.judge import Candidate
+from fourfold.planner.problem import asked_problem
 from fourfold.planner.published import training_steps, training_tokens
 from fourfold.planner.search import search
 from fourfold.recipe import ModelConfig, RunPlan, check, load, preset
@@ -92,6 +95,44 @@ class TestRoundTrip:
         slow = replace(layout_for_recipe(plan), step_seconds=300.0, step_seconds_band=(250.0, 350.0))
         timeouts = check(candidate_recipe(plan.problem, slow, name="x")).recipe.timeouts
         assert timeouts.abort >= 3_500
+
+
+class TestCluster:
+    def test_file_is_written_as_it_was_given(self, tmp_path: Path) -> None:
+        """So that planning the recipe asks for the same machine."""
+        path = tmp_path / "c1.toml"
+        path.write_text('[cluster]\nname = "mine"\nchip = "h100"\nnic_gb_s = 25\n', encoding="utf-8")
+        problem = job("llama3-8b", 32).replace(cluster=cluster(path, 32))
+        one = layout_for_recipe(search(problem, top=3))
+        written = write_recipe(problem, one, tmp_path / "r.toml")
+        assert load(written).cluster.gpu == str(path)
+        assert asked_problem(written)[0].cluster == problem.cluster
+        assert "of mine" in written.read_text(encoding="utf-8")
+
+
+class TestSentence:
+    def test_first_of_the_table(self) -> None:
+        plan = plan_of("llama3-8b", 32)
+        one = plan.candidates[0]
+        said = recipe_sentence(plan, one, "f.toml")
+        assert said.startswith("Recipe: f.toml: layout 1 of the table")
+        assert "since" not in said
+
+    def test_another_than_the_first(self) -> None:
+        plan = plan_of("llama3-70b", 128)
+        one = layout_for_recipe(plan)
+        assert one != plan.candidates[0]
+        said = recipe_sentence(plan, one, "f.toml")
+        assert f"{one.step_seconds:.3g} s a step" in said
+        assert "not written since recompute" in said
+
+    def test_one_without_spare(self) -> None:
+        plan = plan_of("llama3-8b", 32)
+        first = replace(plan.candidates[0], recompute="none")
+        other = replace(first, step_seconds=1.1 * first.step_seconds, micro_batch=9)
+        said = recipe_sentence(replace(plan, candidates=(first,)), other, "f.toml")
+        assert "+10.0% beside layout 1" in said
+        assert "would not fit with the 10%" in said
 
 
 class TestRefusals:

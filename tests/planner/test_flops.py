@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from fourfold.planner.flops import (
     training_flops,
 )
 from fourfold.planner.jobs import Jobs
+from fourfold.planner.measured import MEASUREMENTS
 from fourfold.recipe import ModelConfig, preset
 
 TINY = preset("tiny")  # 8 layers, width 64, 4 heads of 16, 2 key-value heads, FFN 128, vocabulary 260
@@ -106,7 +106,7 @@ class TestCounted:
         assert model_flops(TINY, ("tok_embeddings",)).of_6p(1) == model_flops(TINY).of_6p(1) - 4 * 260 * 64
 
 
-PUBLISHED = Path(model_flops.__code__.co_filename).parent / "measurements" / "published.csv"
+PUBLISHED = MEASUREMENTS / "published.csv"
 CODES = {  # of measurements/README.md
     "PALM_6N": "palm_6n",
     "FULL": "full",

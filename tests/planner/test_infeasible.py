@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fourfold.planner.cluster import cluster
+from fourfold.planner.contradictions import contradiction
 from fourfold.planner.infeasible import Infeasible, explain_infeasible, fits_at_all
+from fourfold.planner.judge import allocatable_bytes
 from fourfold.planner.problem import Problem
 from fourfold.planner.search import search
+from fourfold.planner.space import space
 
 
 def problem(model: str, gpus: int, sequences: int, *, gpu: str = "h100", seq_len: int = 8192, **limits: Any) -> Problem:
@@ -28,6 +33,72 @@ def check_changes(found: Infeasible, *kinds: str) -> dict[str, str]:
         words.setdefault(change.kind, str(change))
     assert set(kinds) <= set(words)
     return words
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"schedule": ("1f1b",), "virtual_stages": (4,)}, "1f1b has one virtual stage per rank"),
+    ({"schedule": ("interleaved",), "virtual_stages": (1,)}, "with one virtual stage per rank it is 1f1b"),
+    ({"schedule": ("interleaved",), "nc": (3,), "pp": (4,)}, "and pp = 4: there nc is pp"),
+    ({"schedule": ("1f1b", "interleaved"), "nc": (8,), "pp": (4,)}, "and pp = 4: there nc is pp"),
+    ({"schedule": ("flexible",), "nc": (3,), "pp": (4,)}, "nc below pp runs as afab"),
+    ({"tp": (8,), "pp": (16,)}, "tp 8 x pp 16 = 128: must divide the 64 GPUs"),
+    ({"tp": (8,), "cp": (1,), "pp": (2,), "dp": (2,)}, "tp 8 x cp 1 x pp 2 x dp 2 = 32: must be the 64 GPUs"),
+    ({"pp": (64,)}, "must be at most the layers and two ends: 34"),
+    ({"cp": (3,)}, "2 cp must divide the 8192 tokens of a sequence; nearest legal: 2"),
+    ({"dp": (3,)}, "must divide the 512 sequences of a step; nearest legal: 2"),
+    ({"pp": (4,), "virtual_stages": (12,)}, "48 stages are more than the 32 layers"),
+    ({"micro_batch": (3,)}, "must divide the 512 sequences of a step; nearest legal: 2"),
+]
+
+
+@pytest.mark.parametrize(("limits", "words"), CONTRADICTIONS)
+def test_contradictory_limits_are_named(limits: dict[str, Any], words: str) -> None:
+    """By the rule that they break; and whatever is named leaves no layout."""
+    job = problem("llama3-8b", 64, 512, **limits)
+    assert not len(space(job, hopeful=False))
+    start = time.process_time()
+    found = explain_infeasible(job)
+    assert time.process_time() - start < 2  # a quarter of it, on a machine of its own
+    assert words in found.constraint
+    assert found.headline == "No layout is legal."
+    assert all(change.kind == "limit" and change.changed for change in found.changes)
+
+
+def test_contradictions_are_none_of_legal_jobs() -> None:
+    """Whatever one limit a layout of the space gives, something is legal, and no rule speaks against it."""
+    job = problem("llama3-8b", 64, 48)
+    columns = space(job, hopeful=False).columns
+    for name, column in (("tp", "tp"), ("cp", "cp"), ("pp", "pp"), ("dp", "dp"), ("virtual_stages", "v"), ("nc", "nc"),
+                         ("micro_batch", "micro_batch")):  # fmt: skip
+        for value in np.unique(columns[column]).tolist():
+            assert contradiction(job.replace(limits={name: (value,)})) is None, (name, value)
+
+
+def test_nc_below_pp_runs_as_afab() -> None:
+    found = explain_infeasible(problem("llama3-70b", 128, 512, nc=(3,), pp=(4,)))
+    assert found.constraint.startswith("nc = 3 with pp = 4: with nc below pp, ranks run all forwards")
+    assert found.headline == "Nothing fits."
+    assert {"nc": 4} in [change.changed for change in found.changes]
+
+
+def test_batch_that_is_suggested_is_fast() -> None:
+    """510 sequences on 1,000 GPUs leave them dp 10 and a third of the speed of 500 with dp 250 and 500."""
+    found = explain_infeasible(problem("llama3-8b", 1000, 512))
+    batch = next(change for change in found.changes if change.kind == "batch")
+    assert batch.changed == {"sequences": 500}
+    near = search(problem("llama3-8b", 1000, 510), top=1).best
+    assert near is not None
+    assert batch.candidate.step_seconds < 0.7 * near.step_seconds
+
+
+def test_gpus_that_are_suggested_have_room() -> None:
+    """405B on a node: TP stays in it, and the allocator may lose what it has lost at most."""
+    job = problem("llama3-405b", 8, 2048)
+    change = next(change for change in explain_infeasible(job).changes if change.kind == "gpus")
+    one = change.candidate
+    assert change.changed == {"gpus": change.problem.gpus}
+    assert one.tp <= 8
+    assert one.memory_bytes * job.stack.allocator_band[1] <= allocatable_bytes(job) * job.stack.allocator
 
 
 class TestTooFewGpus:
@@ -102,7 +173,9 @@ class TestNoLayout:
     def test_limit_that_empties_the_space_is_named(self) -> None:
         """tp 3 cuts no heads; pp 4 could be."""
         found = explain_infeasible(problem("llama3-8b", 16, 64, tp=(3,), pp=(4,)))
-        assert found.constraint.endswith("and tp = 3, pp = 4; there are some without tp = 3")
+        assert found.constraint.startswith("tp = 3: must divide heads, ")
+        assert found.constraint.endswith("; nearest legal: 2")
+        assert [change.changed for change in found.changes if "tp" in change.changed]
 
     def test_impossible_whatever_one_does(self) -> None:
         found = explain_infeasible(problem("llama3-8b", 1, 1, seq_len=131_072))

@@ -156,11 +156,12 @@ def test_what_is_blank_takes_defaults(tmp_path: Path) -> None:
 
 
 def test_a_table_with_few_columns(tmp_path: Path) -> None:
-    needed = ("framework", "gpu", "gpu_count", "layers", "hidden", "heads", "vocab", "seq_len", "global_batch",
+    needed = ("gpu", "gpu_count", "layers", "hidden", "heads", "vocab", "seq_len", "global_batch",
               "micro_batch", "tp", "pp", "measured_step_time_s")  # fmt: skip
     row = {name: LLAMA_70B[name] for name in needed}
     found = read(table(tmp_path, row)).rows[0]
     assert (found.id, found.columns["dp"], found.columns["precision"]) == ("row 1", 4, Precision.BF16)
+    assert found.stack == "standard"  # without a framework
 
 
 def test_rate_where_no_step_time_is_given(tmp_path: Path) -> None:
@@ -238,6 +239,15 @@ class TestErrors:
         path.write_text("a,b\n1,2\n")
         with pytest.raises(ValueError, match=r"other.csv: not a table of measured runs.*it has a, b"):
             read(path)
+
+    def test_missing_columns_are_named(self, tmp_path: Path) -> None:
+        row = {name: LLAMA_70B[name] for name in LLAMA_70B if name not in ("heads", "tp")}
+        with pytest.raises(ValueError, match=r"Its header lacks heads, tp, to be a table with global_batch, gpu, "):
+            read(table(tmp_path, row))
+
+    def test_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="is a folder; give its CSV files"):
+            read(tmp_path)
 
     def test_no_rows(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.csv"

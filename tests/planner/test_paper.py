@@ -94,6 +94,25 @@ class TestOtherJobs:
             assert problem.sequences % answer.dp == 0
             assert answer.per_group >= answer.pp
 
+    @pytest.mark.parametrize(
+        ("model", "gpus", "expected"),
+        [("llama3-8b", 24, (1, 1, 3, 8)), ("llama3.2-1b", 24, (1, 1, 3, 8)), ("llama3-8b", 7, (1, 1, 7, 1))],
+    )
+    def test_gpus_that_are_no_power_of_two(self, model: str, gpus: int, expected: tuple[int, ...]) -> None:
+        """512 sequences have no factor 3 or 7, so that the pipeline takes it up."""
+        answer = paper_layout(job(model, gpus=gpus, tokens=4 * M))
+        assert answer.refusal is None
+        assert layout(answer) == expected
+
+    def test_says_what_does_not_divide(self) -> None:
+        """1,000 = 8 x 125 GPUs; 512 sequences leave 125, and 34 stages are fewer."""
+        refusal = str(paper_layout(job("llama3-8b", gpus=1_000, tokens=4 * M)).refusal)
+        assert "512 % 125 = 12" in refusal
+        assert "GiB" not in refusal
+
+    def test_tp_beyond_a_node_has_the_nics_of_its_nodes(self) -> None:
+        assert fsdp_intensity(job(), 16) == fsdp_intensity(job(), 8)
+
     def test_more_memory_makes_the_pipeline_shorter(self) -> None:
         assert paper_layout(job(gpu="b200")).pp < 16
 

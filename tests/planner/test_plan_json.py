@@ -43,6 +43,17 @@ def test_numbers_agree() -> None:
     assert (worst["pp_rank"], worst["total"]) == (best["worst_rank"], pytest.approx(best["memory_bytes"], abs=1))
 
 
+def test_says_what_is_guessed_and_tight() -> None:
+    plan = plan_of("llama3-70b", 128)
+    out = dumped(plan=plan)
+    assert out["problem"]["measured"] is plan.problem.is_measured
+    assert out["problem"]["cluster"] == "h100"
+    high, room = plan.problem.stack.allocator_band[1], out["problem"]["usable_bytes"]
+    for one in out["candidates"]:
+        assert one["has_spare"] == (one["memory_bytes"] * high <= room)
+        assert bool(one["untrainable"]) == (one["recompute"] != "none")
+
+
 def test_rules() -> None:
     rules = dumped(plan=plan_of("llama3-405b", 16_384, tokens=16 * M))["rules"]
     assert (rules["tp"], rules["cp"], rules["pp"], rules["dp"]) == (8, 1, 16, 128)

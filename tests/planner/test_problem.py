@@ -15,6 +15,7 @@ from fourfold.planner.problem import (
     Problem,
     asked_problem,
     parse_count,
+    parse_limits,
     parse_precision,
     read_model,
     sequences_of,
@@ -35,10 +36,15 @@ class TestBatch:
     def test_counts(self, text: str, number: int) -> None:
         assert parse_count(text) == number
 
-    @pytest.mark.parametrize("text", ["", "many", "-1", "0", "1.5", "3T", "16MB"])
+    @pytest.mark.parametrize("text", ["", "many", "1.5", "3T", "16MB"])
     def test_counts_refused(self, text: str) -> None:
-        with pytest.raises(ValueError, match="must be a whole number"):
-            parse_count(text)
+        with pytest.raises(ValueError, match=f"^--seq {text}: must be a whole number"):
+            parse_count(text, flag="--seq")
+
+    @pytest.mark.parametrize("text", ["0", "0K", "-1"])
+    def test_counts_below_1(self, text: str) -> None:
+        with pytest.raises(ValueError, match=f"^--batch-tokens {text}: must be at least 1$"):
+            parse_count(text, flag="--batch-tokens")
 
     def test_batches_of_llama_3(self) -> None:
         """ISCA'25, Table 2: 16M tokens are 2,048 sequences of 8,192 or 128 of 131,072."""
@@ -183,4 +189,40 @@ class TestAsked:
             '[model]\npreset = "llama3-8b"\n[layout]\ndp = 8\n[batch]\nsequences = 16\nseq_len = 4096\n'
             '[train]\ndtype = "bfloat16"\n'
         )
-        assert asked_problem(file, gpu="a100", **more)[1] is None
+        job, own = asked_problem(file, gpu="a100", **more)
+        assert own is not None
+        if "gpus" in more:
+            ranks = "tp 1 x cp 1 x pp 1 x dp 8"
+            assert own.unjudged == f"{ranks} is for 8 GPUs, and the job has 16"
+        else:
+            assert (own.unjudged, own.dp) == (None, 8)
+            assert int(own.job(job).gpus) == 8
+
+    def test_recipe_that_is_not_legal_for_the_job(self, tmp_path: Path) -> None:
+        file = tmp_path / "r.toml"
+        file.write_text('[model]\npreset = "llama3-8b"\n[layout]\ndp = 8\n[batch]\nsequences = 16\nseq_len = 4096\n')
+        _, own = asked_problem(file, gpu="a100", seq="8K", batch_tokens="32K")
+        assert own is not None
+        assert "not legal for this job: " in str(own.unjudged)
+        assert "batch.sequences = 4" in str(own.unjudged)
+
+
+class TestLimitsAsTyped:
+    def test_short_names(self) -> None:
+        """As tables print them."""
+        assert parse_limits(["v=2,4", "mb=1"]) == {"virtual_stages": (2, 4), "micro_batch": (1,)}
+
+    @pytest.mark.parametrize("texts", [["tp=2", "tp=4"], ["v=2", "virtual_stages=4"]])
+    def test_given_twice(self, texts: list[str]) -> None:
+        with pytest.raises(ValueError, match=r"is given twice; for one of several values: --fix \w+=2,4"):
+            parse_limits(texts)
+
+    def test_words_for_numbers(self) -> None:
+        with pytest.raises(ValueError, match="tp = x: must be whole numbers"):
+            llama(limits=parse_limits(["tp=x"]))
+
+    def test_gpus_and_models_as_typed(self) -> None:
+        job, _ = asked_problem(model="llama3-8b", gpu="h100", gpus="16K", seq="8K", batch_tokens="16M")
+        assert job.gpus == 16_384
+        with pytest.raises(ValueError, match="nearest legal: llama3-8b"):
+            asked_problem(model="LLAMA3-8B", gpu="h100", gpus=8, seq="8K", batch_tokens="1M")

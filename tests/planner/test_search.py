@@ -12,6 +12,7 @@ import pytest
 
 from fourfold.planner.cluster import cluster
 from fourfold.planner.judge import Candidate, allocatable_bytes, memory_of, sweep
+from fourfold.planner.misses import NearMiss
 from fourfold.planner.own import OwnLayout
 from fourfold.planner.problem import Problem
 from fourfold.planner.search import Plan, search
@@ -269,3 +270,66 @@ def test_top() -> None:
     assert len(search(problem("llama3-8b", 8, 64), top=3).candidates) == 3
     with pytest.raises(ValueError, match="top = 0"):
         search(problem("llama3-8b", 8, 64), top=0)
+
+
+BREAKDOWNS: list[tuple[str, int, int, int, dict[str, Any]]] = [
+    ("llama3-70b", 128, 512, 8192, {}),
+    ("llama3-70b", 128, 512, 8192, {"tp": (4,), "cp": (1,)}),
+    ("llama3-70b", 256, 32, 131_072, {"tp": (8,), "cp": (8,)}),
+    ("llama3-8b", 64, 512, 8192, {"pp": (4,)}),
+    ("llama3-8b", 8, 64, 8192, {}),
+]
+
+
+@pytest.mark.parametrize(("model", "gpus", "sequences", "seq_len", "limits"), BREAKDOWNS)
+def test_no_part_of_a_step_is_negative(
+    model: str, gpus: int, sequences: int, seq_len: int, limits: dict[str, Any]
+) -> None:
+    """Of what is played and of what is not; and all parts are the step. Idle time is bubble and messages."""
+    plan = search(problem(model, gpus, sequences, seq_len=seq_len, **limits), top=50)
+    for one in (*plan.candidates, *plan.pareto, *(miss.candidate for miss in plan.near_misses)):
+        assert min(one.breakdown.values()) >= 0, (one.layout, one.breakdown)
+        assert sum(one.breakdown.values()) == pytest.approx(one.step_seconds, rel=1e-9)
+        if one.pp == 1:
+            assert one.breakdown["p2p"] == 0
+    for miss in plan.near_misses:
+        check_reason(plan, miss)
+
+
+def check_reason(plan: Plan, miss: NearMiss) -> None:
+    """What a sentence says follows from the seconds of the two layouts."""
+    best = plan.candidates[0].step_seconds
+    for sign, word in ((1, "slower"), (-1, "faster")):
+        found = re.search(rf"([\d.]+)%\)? {word}", miss.reason)
+        if found:
+            share = sign * (miss.candidate.step_seconds - best) / best
+            assert float(found[1]) / 100 == pytest.approx(share, abs=6e-4), miss.reason
+            assert miss.candidate.played or miss.candidate.pp > 1
+    if miss.candidate.played and miss.candidate.fits and miss.kind not in ("paper", "recipe"):
+        assert miss.candidate.step_seconds >= best * (1 - 2e-5)
+
+
+@pytest.mark.parametrize("make", [plan_70b, plan_405b])
+def test_reasons_follow_from_the_seconds(make: Any) -> None:
+    for miss in make().near_misses:
+        check_reason(make(), miss)
+
+
+def test_layouts_of_one_gpu_are_not_repeated() -> None:
+    """Stages without a pipeline or ranks to share with change nothing."""
+    machine = cluster("b200", 1)
+    plan = search(Problem.of(model="llama3-8b", cluster=machine, seq_len=1024, sequences=8), top=50)
+    assert {one.virtual_stages for one in plan.candidates} == {1}
+    for wanted in (plan, plan_70b()):
+        alike = [
+            (*key(one)[:4], one.micro_batch, one.recompute, f"{one.step_seconds:.5g}", one.memory_bytes)
+            for one in wanted.candidates
+        ]
+        assert len(alike) == len(set(alike))
+
+
+def test_layout_outside_of_the_limits_says_so() -> None:
+    plan = search(problem("llama3-8b", 64, 512, pp=(4,)), top=1)
+    paper = next(miss for miss in plan.near_misses if miss.kind == "paper")
+    assert paper.candidate.pp == 1
+    assert "(outside of the limit on pp)" in paper.reason

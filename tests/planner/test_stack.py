@@ -93,7 +93,11 @@ class TestErrors:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("[constants.nic]\nvalue = ", "[constants.nic]\nvalue = -", "constants.nic.value = -.*must be above 0 and at most 1"),
+        (
+            "[constants.nic]\nvalue = ",
+            "[constants.nic]\nvalue = -",
+            "constants.nic.value = -.*must be above 0 and at most 1",
+        ),
         ("[constants.nic]\nvalue = ", "[constants.nic]\nvalue = 9", "at most 1"),
         ("low = ", "low = nan # ", "band.low"),
     ],

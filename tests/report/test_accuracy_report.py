@@ -102,7 +102,7 @@ def test_calibration_names_every_constant_with_its_unit() -> None:
     file = io.StringIO()
     print_calibration(found, file=file)
     text = [" ".join(line.split()) for line in file.getvalue().splitlines()]
-    assert text[0].startswith("standard: 7 runs of mine (7). Mean error 3.1 %, bias -0.4 %; about nine of ten runs take")
+    assert text[0].startswith("standard: 7 runs of mine (7). Mean error 3.1 %, bias -0.4 %; about nine of ten runs")
     for name, unit in CONSTANT_UNITS.items():
         assert f"{name} {float(getattr(stack.constants, name)):.4g} {unit} +-25 %" in text
     assert file.getvalue().isascii()

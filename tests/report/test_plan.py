@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from rich.text import Text
 
+from fourfold.planner.jobs import Precision
 from fourfold.planner.problem import Problem
 from fourfold.planner.search import Plan, search
 from fourfold.report.plan import as_plain, plan_text, print_plan, seconds_text, spare_bytes
@@ -134,6 +136,38 @@ def test_the_margin_is_that_of_the_named_gpu() -> None:
     more = spare_bytes(large.problem, one) - spare_bytes(small.problem, one)
     assert more / GIB == pytest.approx(139.8 - 79.1)
     assert "of one h200" in plan_text(large)
+
+
+class TestMarks:
+    def test_what_is_tight_and_what_the_trainer_cannot_run(self) -> None:
+        plan = plan_of("llama3-70b", 128)
+        rows = plan_text(plan).split("Layouts, fastest first")[1].splitlines()[2:]
+        high = plan.problem.stack.allocator_band[1]
+        for row, one in zip(rows, plan.candidates, strict=False):
+            room = plan.problem.cluster.chip.hbm_bytes - GIB
+            assert row.endswith("!") == (one.memory_bytes * high > room)
+            assert ("*" in row) == (one.recompute != "none")
+
+    def test_a_precision_that_the_trainer_lacks_and_nobody_measured(self) -> None:
+        problem = job("llama3-8b", 32).replace(precision=Precision.FP16)
+        text = plan_text(search(problem, top=1))
+        assert "computes in bf16 or fp32" in text
+        assert (
+            "CAREFUL  no run on h100 in fp16 has been measured" in " ".join(text.split("\n"))
+        ) != problem.is_measured
+
+    def test_legend_is_wrapped(self) -> None:
+        text = plan_text(plan_of("llama3-70b", 128))
+        legend = text.split("v: virtual stages")[1].split("Less memory")[0]
+        assert max(map(len, legend.splitlines())) <= 120
+
+
+def test_without_a_pipeline_stages_are_explained() -> None:
+    plan = plan_of("llama3-8b", 32)
+    one = replace(plan.candidates[0], pp=1, virtual_stages=4, schedule="interleaved", split="even")
+    text = plan_text(replace(plan, candidates=(one,)))
+    assert "none v4 mb" in text
+    assert "parts of the layers whose gradients are reduced one at a time" in " ".join(text.split())
 
 
 def test_limits_and_documents_are_said() -> None:

@@ -7,12 +7,16 @@ import resource
 import sys
 from contextlib import suppress
 
-from cyclopts import App
+try:
+    from cyclopts import App
 
-from fourfold import __version__
-from fourfold.cli import data, planning, training
-from fourfold.cli.errors import RUN_FAILED
+    from fourfold import __version__
+    from fourfold.cli import data, planning, training
+    from fourfold.cli.errors import RUN_FAILED
+except KeyboardInterrupt:  # before there is a `main` that could catch it
+    sys.exit(130)
 
+INTERRUPTED = 130
 OPEN_FILES = 65_536  # about as many as Linux lets a process map
 
 app = App(
@@ -56,5 +60,5 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = RUN_FAILED
     except KeyboardInterrupt:
-        code = 130
+        code = INTERRUPTED
     sys.exit(code if isinstance(code, int) else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shlex
 import sys
@@ -24,7 +25,7 @@ def plan(
     *,
     model: str | None = None,
     gpu: str | None = None,
-    gpus: int | None = None,
+    gpus: str | None = None,
     seq: str | None = None,
     batch_tokens: str | None = None,
     dtype: str | None = None,
@@ -39,7 +40,9 @@ def plan(
     """Find the best layout of a training job: does it fit, how fast is it, and why.
 
     The job is that of a recipe, or --model, --gpu, --gpus, --seq and --batch-tokens say it; with a recipe they
-    override what it says.
+    override what it says. An example:
+
+    fourfold plan --model llama3-70b --gpu h100 --gpus 128 --seq 8K --batch-tokens 4M
 
     Parameters
     ----------
@@ -50,7 +53,7 @@ def plan(
     gpu
         h100, a100-80, b200 ..., or a TOML file that describes a cluster.
     gpus
-        How many.
+        How many: 128, or 16K for 16 x 1,024.
     seq
         Tokens per sequence: 8192, or 8K for 8 x 1,024.
     batch_tokens
@@ -62,7 +65,7 @@ def plan(
     documents
         Lengths of the documents in a sequence, such as mean=1024,dist=exponential; without it a sequence is one.
     fix
-        Hold a dimension: --fix tp=8 --fix schedule=afab. Several values: --fix pp=8,16.
+        Hold a dimension, each with a --fix of its own: --fix tp=8 --fix schedule=afab. Several values: --fix pp=8,16.
     top
         Candidates to show.
     explain
@@ -72,13 +75,14 @@ def plan(
     recipe_out
         Write the best layout that `fourfold train` can run as a recipe.
     """
-    from fourfold.planner.own import OwnLayout
     from fourfold.planner.problem import asked_problem
     from fourfold.planner.search import search
     from fourfold.recipe import RecipeError
 
+    gc.disable()  # all that is made here lives until the end, and looking for garbage in it takes a tenth of the time
     try:
-        problem, known = asked_problem(
+        _check_out(recipe_out)
+        problem, own = asked_problem(
             recipe,
             model=model,
             gpu=gpu,
@@ -92,20 +96,31 @@ def plan(
         )
         if top < 1:
             raise ValueError(f"--top: must be at least 1, but is {top}")
-        found = search(problem, top=top, own=None if known is None else OwnLayout.of(known))
+        found = search(problem, top=top, own=own)
     except (RecipeError, ValueError, OSError) as error:
         return fail(error, USER_ERROR)
     _show(found, explain=explain, as_json=as_json)
     if recipe_out is not None:
-        from fourfold.planner.as_recipe import layout_for_recipe, write_recipe
+        from fourfold.planner.as_recipe import layout_for_recipe, recipe_sentence, write_recipe
 
         try:
-            write_recipe(found.problem, layout_for_recipe(found), recipe_out, command=_command())
-        except (ValueError, OSError) as error:
+            written = layout_for_recipe(found)
+            write_recipe(found.problem, written, recipe_out, command=_command())
+        except ValueError as error:
             return fail(error, USER_ERROR)
+        except OSError as error:  # names a temporary file
+            return fail(f"--recipe-out {recipe_out}: {error.strerror}", USER_ERROR)
         if not as_json:
-            print(f"Recipe: {recipe_out}")
+            print(recipe_sentence(found, written, recipe_out))
     return 0 if found.candidates else RUN_FAILED
+
+
+def _check_out(path: Path | None) -> None:
+    """ValueError if a recipe cannot have this name, before all the work."""
+    if path is not None and (path.is_dir() or not path.name):
+        raise ValueError(f"--recipe-out {path}: is a folder; give the name of a file, such as {path / 'run.toml'}")
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"--recipe-out {path}: there is no folder {path.parent}")
 
 
 def _show(found: Plan, *, explain: bool, as_json: bool) -> None:
@@ -178,7 +193,8 @@ def calibrate(
     Parameters
     ----------
     rows
-        CSV files with the columns of published.csv; docs/formats.md lists those that are needed.
+        CSV files of runs, one a line. Needed are the columns gpu, layers, hidden, heads, seq_len, global_batch,
+        micro_batch, tp, pp, gpu_count (or dp) and measured_step_time_s; docs/formats.md lists the others.
     out
         TOML file to be made.
     base

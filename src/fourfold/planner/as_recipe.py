@@ -19,8 +19,9 @@ from fourfold.planner.jobs import Precision
 from fourfold.planner.judge import Candidate
 from fourfold.planner.memory import RESERVED
 from fourfold.planner.paper import zero_rule
-from fourfold.planner.published import long_context, preset_of, published, training_steps
+from fourfold.planner.published import HERD, long_context, preset_of, published, training_steps
 from fourfold.planner.search import Plan, search
+from fourfold.planner.words import layout_words
 from fourfold.recipe import (
     Batch,
     Checkpoint,
@@ -82,6 +83,25 @@ def layout_for_recipe(plan: Plan) -> Candidate:
     return next((one for one in known if has_spare(problem, one)), known[0])
 
 
+def recipe_sentence(plan: Plan, one: Candidate, path: str | Path) -> str:
+    """What was written: Recipe: f.toml: layout 4 of the table, 6.25 s a step where layout 1 takes 6.10, since ..."""
+    numbers = f"{one.step_seconds:.3g} s a step"
+    place = next((number for number, other in enumerate(plan.candidates, 1) if other == one), None)
+    which = layout_words(one) if place is None else f"layout {place} of the table, {layout_words(one)}"
+    if place == 1 or not plan.candidates:
+        return f"Recipe: {path}: {which}, {numbers}"
+    first = plan.candidates[0]
+    reasons = untrainable(plan.problem, first)
+    if not reasons:
+        lost = f"{plan.problem.stack.allocator_band[1] - 1:.0%}"
+        reasons = (f"it would not fit with the {lost} that allocators have been measured to lose at most",)
+    more = one.step_seconds / first.step_seconds - 1
+    return (
+        f"Recipe: {path}: {which}, {numbers}, {more:+.1%} beside layout 1, which is not written since "
+        f"{'; '.join(reasons)}"
+    )
+
+
 def has_spare(problem: Problem, one: Candidate) -> bool:
     """Whether a layout fits even with the most that allocators have been seen to lose."""
     return one.memory_bytes * problem.stack.allocator_band[1] <= problem.cluster.chip.hbm_bytes - RESERVED
@@ -139,7 +159,7 @@ def candidate_recipe(problem: Problem, candidate: Candidate, *, name: str, check
         ),  # type: ignore[arg-type]
         checkpoint=Checkpoint(every=checkpoint_every),
         timeouts=_timeouts(candidate),
-        cluster=Cluster(gpu=problem.cluster.chip.name, gpus_per_node=problem.cluster.gpus_per_node),
+        cluster=Cluster(gpu=problem.cluster.source, gpus_per_node=problem.cluster.gpus_per_node),
         output=Output(name=name),
     )
     check(recipe)  # RecipeError is a ValueError and names keys
@@ -231,7 +251,8 @@ _ALWAYS = (
 def _header(problem: Problem, candidate: Candidate, command: str | None) -> list[str]:
     low, high = candidate.step_seconds_band
     cluster = problem.cluster
-    lines = [f"{problem.name} on {cluster.gpus:,} {cluster.chip.title}, as laid out by `fourfold plan`."]
+    where = f"{cluster.gpus:,} {cluster.chip.title}{named_cluster(problem)}"
+    lines = [f"{problem.name} on {where}, as laid out by `fourfold plan`."]
     if command:
         parts = textwrap.wrap(command, _WIDTH, break_long_words=False, break_on_hyphens=False)
         lines += ["Written by:", *(f"  {part} \\" for part in parts[:-1]), f"  {parts[-1]}"]
@@ -246,6 +267,12 @@ def _header(problem: Problem, candidate: Candidate, command: str | None) -> list
         "Set data.source, and data.tokenizer for a folder of text, before you train.",
     ]
     return lines
+
+
+def named_cluster(problem: Problem) -> str:
+    """Of a cluster with a name of its own, that: " of llama3-24k"."""
+    cluster = problem.cluster
+    return "" if cluster.name == cluster.chip.name else f" of {cluster.name}"
 
 
 def _comments(problem: Problem, candidate: Candidate, recipe: Recipe) -> dict[str, str]:
@@ -274,7 +301,7 @@ def _comments(problem: Problem, candidate: Candidate, recipe: Recipe) -> dict[st
     known = published(problem.config)
     if known is not None:
         of = " (in pre-training; for long sequences none is printed)"
-        comments["optimizer"] = f"2407.21783; {known.source}{of if long_context(problem.config, batch.seq_len) else ''}"
+        comments["optimizer"] = f"{HERD}; {known.source}{of if long_context(problem.config, batch.seq_len) else ''}"
     return comments
 
 

@@ -45,6 +45,13 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     tier: int
     """GPUs that full bandwidth connects. Beyond, `nic` is divided by `oversubscription`."""
     oversubscription: float = 1.0
+    path: str | None = None
+    """The file that it was read from, as it was given; None: it is what its chip says."""
+
+    @property
+    def source(self) -> str:
+        """What `cluster` makes it from again, with as many GPUs."""
+        return self.path or self.chip.name
 
     def columns(self, precision: Precision) -> dict[str, Any]:
         """The hardware columns of `Jobs`. ValueError if the chip cannot multiply in this precision."""
@@ -150,12 +157,12 @@ def _read(path: Path, gpus: int) -> Cluster:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from None
     try:
-        return _from_table(table, default_name=path.stem, gpus=gpus)
+        return _from_table(table, default_name=path.stem, gpus=gpus, path=str(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _from_table(table: dict[str, Any], *, default_name: str, gpus: int) -> Cluster:
+def _from_table(table: dict[str, Any], *, default_name: str, gpus: int, path: str) -> Cluster:
     for name in table:
         if name != "cluster":
             raise ValueError(f"{name}: unknown section; nearest legal: [cluster]")
@@ -191,7 +198,7 @@ def _from_table(table: dict[str, Any], *, default_name: str, gpus: int) -> Clust
     name = section.get("name", default_name)
     if not isinstance(name, str):
         raise ValueError(f"cluster.name = {show(name)}: must be text")
-    return Cluster(name=name, gpus=gpus, **(_network(chip) | values))
+    return Cluster(name=name, gpus=gpus, path=path, **(_network(chip) | values))
 
 
 def _positive(key: str, value: object) -> float:

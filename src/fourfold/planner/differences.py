@@ -17,6 +17,7 @@ from fourfold.planner.misses import SECONDS_WORDS, paper_job
 from fourfold.planner.paper import PaperAnswer, paper_layout
 from fourfold.planner.search import Plan
 from fourfold.planner.stack import load_stack
+from fourfold.planner.words import layout_words
 
 if TYPE_CHECKING:
     from fourfold.planner.problem import Problem
@@ -128,15 +129,6 @@ def _price(plan: Plan, found: Candidate, name: str, mine: int | str, theirs: int
     more = {part: best.breakdown[part] - found.breakdown[part] for part in found.breakdown}
     part = max(more, key=lambda part: more[part])
     return f"{numbers}; {loss:+.2g} s, mostly by {SECONDS_WORDS[part]} ({more[part]:+.2g} s)."
-
-
-def layout_words(one: Candidate) -> str:
-    """tp 8 cp 1 pp 16 dp 128, afab v8 mb1, ZeRO-2, recompute none."""
-    nc = f" nc{one.nc}" if one.schedule == "flexible" else ""
-    return (
-        f"tp {one.tp} cp {one.cp} pp {one.pp} dp {one.dp}, {one.schedule} v{one.virtual_stages}{nc} "
-        f"mb{one.micro_batch}, ZeRO-{one.zero}, recompute {one.recompute}"
-    )
 
 
 def _numbers(one: Candidate) -> str:

@@ -5,7 +5,9 @@ The sweep judges layouts by closed forms; the best of them, and the one that a r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, product
 from typing import TYPE_CHECKING
 
@@ -36,6 +38,14 @@ class Exact:
     schedule: Schedule  # as played: of many rounds, the first few
     stages: tuple[Stage, ...]
     timeline: Timeline = field(repr=False)
+    idle: float  # seconds of a step in which the mean pipeline rank does not compute
+    messages: Callable[[], float] = field(repr=False)  # plays without messages: seconds that they add to a step
+
+    @cached_property
+    def waiting(self) -> tuple[float, float]:
+        """Seconds of `idle`: (the bubble, what messages between stages add to it)."""
+        added = min(max(self.messages(), 0.0), self.idle)
+        return self.idle - added, added
 
     @property
     def worst_rank(self) -> int:
@@ -103,11 +113,13 @@ def play_exactly(
 
     number, played = int(job.micro_batches), micro_batches_to_play(job)
     program = programs.of(job, played)
-    timeline = program.play(forward=forward, backward=backward, message=float(pieces.message))
-    pipeline = timeline.step_time
-    if played < number:
-        rounds = rounds_of(number, nc=int(job.nc), pp=int(job.pp))
-        pipeline += _seconds_of_more_rounds(timeline, rounds)
+    rounds = rounds_of(number, nc=int(job.nc), pp=int(job.pp)) if played < number else ()
+
+    def play(message: float) -> tuple[Timeline, float]:
+        timeline = program.play(forward=forward, backward=backward, message=message)
+        return timeline, timeline.step_time + _seconds_of_more_rounds(timeline, rounds)
+
+    timeline, pipeline = play(float(pieces.message))
     computing = timeline.compute.mean() * number / played
     return Exact(
         seconds=float(pieces.inflation * (pipeline + once_per_step(pieces))),
@@ -117,6 +129,8 @@ def play_exactly(
         schedule=program.schedule,
         stages=stages,
         timeline=timeline,
+        idle=max(float(pipeline - computing), 0.0),
+        messages=lambda: pipeline - play(0.0)[1] if int(job.pp) > 1 else 0.0,
     )
 
 
@@ -146,7 +160,9 @@ def _few(number: int) -> tuple[int, ...]:
 
 def _seconds_of_more_rounds(timeline: Timeline, rounds: tuple[int, ...]) -> float:
     """What the rounds that were not played take: as long as the second of their size. The first follows a larger one,
-    and fills the pipeline otherwise."""
+    and fills the pipeline otherwise. 0 if all were played."""
+    if not rounds:
+        return 0.0
     played = timeline.program.schedule.rounds
     ends = [timeline.span(Action(Kind.BACKWARD, 0, last - 1))[1] for last in accumulate(played)]
     seconds = 0.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fourfold.planner.arithmetic import count_parameters
 from fourfold.planner.chips import GIB
 from fourfold.planner.cost import gpus_for_state, minimum_gpus
-from fourfold.planner.differences import compare_with_paper, layout_words
+from fourfold.planner.differences import compare_with_paper
 from fourfold.planner.explain_bounds import (
     best_split_section,
     context_section,
@@ -25,6 +25,7 @@ from fourfold.planner.flops import CONVENTIONS, flops_per_token
 from fourfold.planner.memory import RESERVED
 from fourfold.planner.published import preset_of
 from fourfold.planner.thresholds import attention_seq_len
+from fourfold.planner.words import many
 
 if TYPE_CHECKING:
     from fourfold.planner.problem import Problem
@@ -46,7 +47,7 @@ def explain(plan: Plan) -> Explanation:
         fsdp_section(problem, best),
         tp_section(problem),
         best_split_section(problem),
-        pipeline_section(problem, _other_way(plan, "pipeline", "no-pipeline")),
+        pipeline_section(problem, best, _other_way(plan, "pipeline", "no-pipeline")),
         context_section(problem, _other_way(plan, "cp", "no-cp")),
     ]
     if best is not None:
@@ -58,7 +59,7 @@ def _other_way(plan: Plan, *kinds: str) -> str:
     """What the search says of the fastest layout that does it the other way."""
     for miss in plan.near_misses:
         if miss.kind in kinds:
-            return f" The fastest layout that decides otherwise, {layout_words(miss.candidate)}: {miss.reason}."
+            return f" {miss.reason[:1].upper()}{miss.reason[1:]}."
     return ""
 
 
@@ -120,9 +121,9 @@ def minimum_section(problem: Problem) -> Section:
     return Section(
         "minimum_gpus",
         "How many GPUs at least",
-        f"Weights, gradients and optimizer state fill {_gpus(state)}. With the activations of a whole step at once it "
-        f"would be {_gpus(found.gpus)}: a figure to think with and no lower bound, since micro-batches and pipelines "
-        "hold a few sequences at a time.",
+        f"Weights, gradients and optimizer state fill {many(state, 'GPU')}. With the activations of a whole step at "
+        f"once it would be {many(found.gpus, 'GPU')}: a figure to think with and no lower bound, since micro-batches "
+        "and pipelines hold a few sequences at a time.",
         (
             Figure("state, all sharded", state, "GPUs", of_state),
             Figure("weights", found.weights, "bytes", "2 bytes per parameter"),
@@ -132,10 +133,6 @@ def minimum_section(problem: Problem) -> Section:
         ),
         ("The Scaling Book's text says 3 activations per layer; its figures are those of 4.",),
     )
-
-
-def _gpus(count: int) -> str:
-    return f"{count:,} GPU{'' if count == 1 else 's'}"
 
 
 def pure_dp_section(problem: Problem) -> Section:

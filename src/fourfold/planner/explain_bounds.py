@@ -12,6 +12,7 @@ from fourfold.planner.judge import Candidate, allocatable_bytes, candidate
 from fourfold.planner.misses import BYTES_WORDS, paper_job
 from fourfold.planner.paper import PaperAnswer, context_ways, fsdp_intensity, node_ways
 from fourfold.planner.published import preset_of
+from fourfold.planner.words import many
 
 if TYPE_CHECKING:
     from fourfold.planner.problem import Problem
@@ -29,6 +30,8 @@ def fsdp_section(problem: Problem, best: Candidate | None) -> Section:
     cluster, peak = problem.cluster, peak_of(problem)
     limits = bounds.thresholds(cluster, peak=peak, ffn_dim=problem.config.ffn_dim)
     per_gpu, domain = problem.tokens / problem.gpus, min(cluster.domain, cluster.gpus)
+    if problem.gpus == 1:
+        return Section("fsdp", "When FSDP hides", "There is one GPU: nothing is shared, and nothing is sent.")
     flops, inside = f"{peak / 1e12:,.1f}e12", f"{cluster.link / 1e9:.0f}e9"
     nics = f"({domain} x {cluster.nic / 1e9:g}e9)"
     figures = [
@@ -43,23 +46,38 @@ def fsdp_section(problem: Problem, best: Candidate | None) -> Section:
     if limits.fsdp_across_top > limits.fsdp_across:
         beyond = f"x {cluster.oversubscription:g} beyond {cluster.tier:,} GPUs"
         figures.append(Figure("across the top tier", limits.fsdp_across_top, "tokens", beyond))
-    sentence = f"FSDP {where} hides from {bound:,.0f} tokens per GPU on; this step has {per_gpu:,.0f}"
+    sentence = (
+        f"Traffic once per step (ZeRO-1: gradients reduced, weights gathered) {where} takes less time than the step's "
+        f"products from {bound:,.0f} tokens per GPU on; this step has {per_gpu:,.0f}"
+    )
     spanned = 1.0 if best is None else max(1.0, best.tp * best.pp / domain)
     if best is not None and spanned > 1:
         by = f"/ {spanned:g} nodes that tp x pp = {best.tp} x {best.pp} span"
         figures.append(Figure("across nodes, this layout", bound / spanned, "tokens", by))
         sentence += f", and TP and PP of this layout span {spanned:g} nodes, which makes it {bound / spanned:,.0f}"
-    verdict = "it hides" if per_gpu >= bound / spanned else "it does not hide"
+    verdict = "it can hide" if per_gpu >= bound / spanned else "it cannot hide"
     return Section(
         "fsdp",
         "When FSDP hides",
-        f"{sentence}: {verdict}.",
+        f"{sentence}: {verdict}.{_exposed(best)}",
         tuple(figures),
         (
             "Bandwidths are one-way per GPU: an H100 has 450 GB/s of NVLink, not 900, and owns 50 of its node's 400.",
             "Tokens are counted per GPU; comparing those of a DP group with these bounds flatters by tp x pp.",
         ),
     )
+
+
+def _exposed(best: Candidate | None) -> str:
+    """What the time model has of it, which knows what runs beside it."""
+    if best is None:
+        return ""
+    if best.dp * best.cp == 1:
+        return " In this layout no two ranks have the same weights, so that nothing is sent."
+    seconds = f"{best.breakdown['dp']:.3g} s of {best.step_seconds:.3g} stay (see Where a step goes)"
+    if best.zero == 3:
+        return f" This layout has ZeRO-3, which gathers for every micro-batch instead: {seconds}."
+    return f" Only the first forward and the last backward run beside it, not the whole step: {seconds}."
 
 
 def tp_section(problem: Problem) -> Section:
@@ -112,14 +130,17 @@ def best_split_section(problem: Problem) -> Section:
     of_ways = f"sqrt(B N W_X / (F W_Y)) = sqrt({problem.tokens:,} x {problem.gpus:,} x {fabric} / {ffn})"
     of_least = f"4 (C / W_X) (C / W_Y) / F = 4 x {peak / outer:,.0f} x {peak / inner:,.0f} / {ffn}"
     verdict = "computation" if per_gpu >= least else "communication"
+    if problem.gpus == 1:
+        return Section("x_opt", "FSDP and TP together", "There is one GPU: nothing is sent.")
     split = f"X_opt = {ways:,.0f} ways of FSDP and {problem.gpus / ways:.3g} of TP"
     if ways >= problem.gpus:
         split = f"no TP, as X_opt = {ways:,.0f} ways of FSDP are more than there are GPUs"
     return Section(
         "x_opt",
         "FSDP and TP together",
-        f"They send least with {split}. One after another they "
-        f"hide from {least:,.0f} tokens per GPU on; this step has {per_gpu:,.0f}, so that {verdict} bounds it.",
+        f"Without a pipeline they send least with {split}. FSDP once per step and TP in every layer, one after the "
+        f"other, take less time than the products from {least:,.0f} tokens per GPU on; this step has {per_gpu:,.0f}, "
+        f"so that {verdict} would bound such a layout.",
         (
             Figure("X_opt", ways, "GPUs", of_ways),
             Figure("tokens per GPU to hide both", least, "tokens", of_least),
@@ -128,42 +149,57 @@ def best_split_section(problem: Problem) -> Section:
     )
 
 
-def pipeline_section(problem: Problem, searched: str = "") -> Section:
-    """FSDP and TP inside a node without a pipeline: its memory, and whether ZeRO-3 could hide what it gathers."""
-    cluster, tp = problem.cluster, node_ways(problem)
+def pipeline_section(problem: Problem, best: Candidate | None = None, searched: str = "") -> Section:
+    """FSDP and TP alone, at the tp of the layout found: memory, and whether ZeRO-3 can hide its gathers."""
+    key, title, cluster = "why_pp", "Why pipeline parallelism", problem.cluster
+    tp = node_ways(problem) if best is None else best.tp
     cp = context_ways(problem, tp) or 1
     flat, tokens = without_pipeline(problem, tp, cp), problem.seq_len // cp
+    if problem.sequences % flat.dp:
+        sentence = f"Without one, dp = {flat.dp:,} at tp = {tp} and cp = {cp} does not divide"
+        return Section(key, title, f"{sentence} {many(problem.sequences, 'sequence')}; a pipeline can.{searched}")
     bound, usable = fsdp_intensity(problem, tp), allocatable_bytes(problem)
     largest = sorted(flat.memory_parts.items(), key=lambda part: -part[1])[:2]
-    parts = " and ".join(f"{size / GIB:.1f} of {BYTES_WORDS[name]}" for name, size in largest)
+    parts = ", ".join(f"{size / GIB:.1f} of {BYTES_WORDS[name]}" for name, size in largest)
+    whose = "" if best is None else ", with this layout's tp,"
     sentence = (
-        f"Without one, {flat.layout} with ZeRO-1 and no recomputation allocates {flat.memory_bytes / GIB:,.1f} GiB, "
-        f"{parts}, of {usable / GIB:.1f}"
+        f"Without one, {flat.layout}{whose} in ZeRO-1 and without recomputation allocates "
+        f"{flat.memory_bytes / GIB:,.1f} GiB of {usable / GIB:.1f} (largest: {parts})"
     )
     sign = ">=" if tokens >= bound else "<"
     part = "one sequence" if cp == 1 else f"a sequence over cp = {cp}"
-    gathers = f"ZeRO-3 has {tokens:,} FLOP per byte between gathers ({part}), and the network wants {bound:,.0f}"
+    gathers = (
+        f"ZeRO-3 would gather every layer for every micro-batch: {tokens:,} FLOP per byte ({part}), where the network "
+        f"at tp = {tp} wants {bound:,.0f}"
+    )
+    shared = flat.dp * flat.cp > 1
     if flat.fits:
         sentence += "; it fits, so that a pipeline is a choice."
+    elif not shared:
+        sentence += ", and does not fit; no other rank has the same weights, so that ZeRO-3 has nobody to share with."
     elif tokens >= bound:
-        sentence += f", and does not fit. {gathers}: that would hide, so that a pipeline is a choice."
+        sentence += f", and does not fit. {gathers}: at best that hides, so that a pipeline is a choice."
     else:
-        sentence += f", and does not fit. {gathers}: that would not hide. A pipeline cuts layers and sends activations."
+        sentence += f", and does not fit. {gathers}: that cannot hide. A pipeline cuts layers and sends activations."
     ours = (
         "C / W inside a node" if cluster.gpus <= cluster.domain else f"C / W of a rank's part of the NICs at tp = {tp}"
     )
-    return Section(
-        "why_pp",
-        "Why pipeline parallelism",
-        sentence + searched,
-        (
-            Figure("allocated without a pipeline", flat.memory_bytes, "bytes", f"{flat.layout}, ZeRO-1"),
-            Figure("can be allocated", usable, "bytes"),
+    figures = [
+        Figure("allocated without a pipeline", flat.memory_bytes, "bytes", f"{flat.layout}, ZeRO-1"),
+        Figure("can be allocated", usable, "bytes"),
+    ]
+    if shared:
+        figures += [
             Figure("FLOP per gathered byte", tokens, "FLOP/byte", f"2 x {tokens:,} / 2 bytes {sign} {bound:,.0f}"),
             Figure("what the network wants", bound, "FLOP/byte", ours),
-        ),
+        ]
+    return Section(
+        key,
+        title,
+        sentence + searched,
+        tuple(figures),
         ("tp 8 x dp 16 for 70B on 128 H100, a plan in circulation, leaves out that gradients are float32.",)
-        if preset_of(problem.config) == "llama3-70b"
+        if preset_of(problem.config) == "llama3-70b" and problem.gpus == 128
         else (),
     )
 
@@ -179,19 +215,19 @@ def context_section(problem: Problem, searched: str = "") -> Section:
     """Sequences run out before GPUs do."""
     gpus, sequences, tp = problem.gpus, problem.sequences, node_ways(problem)
     wanted = gpus / (sequences * tp)
-    by = f"GPUs / (sequences x tp) = {gpus:,} / ({sequences:,} x {tp})"
+    by = f"GPUs / (sequences x tp) = {gpus:,} / ({sequences:,} x {tp}) = {wanted:.3g}, and at least 1"
     figures = (
         Figure("sequences per step", sequences, "count", f"{problem.tokens:,} / {problem.seq_len:,}"),
-        Figure("cp from which bs >= pp", wanted, "", by),
+        Figure("cp from which bs >= pp", max(1.0, wanted), "", by),
     )
     if wanted > 1:
         sentence = (
-            f"{sequences:,} sequences on {gpus:,} GPUs leave fewer than pp micro-batches to a DP group at tp = {tp}; "
-            f"cutting every sequence over cp = {wanted:.3g} ranks or more gives bs >= pp again."
+            f"{many(sequences, 'sequence')} on {many(gpus, 'GPU')} leave fewer than pp micro-batches to a DP group at "
+            f"tp = {tp}; cutting every sequence over cp = {wanted:.3g} ranks or more gives bs >= pp again."
         )
     else:
         sentence = (
-            f"{sequences:,} sequences are enough for {gpus:,} GPUs at tp = {tp}: bs >= pp without it. Only memory, or "
-            "messages smaller than TP's, can ask for it."
+            f"{many(sequences, 'sequence')} a step for {many(gpus, 'GPU')} at tp = {tp}: bs >= pp without it. Only "
+            "memory, or messages smaller than TP's, can ask for it."
         )
     return Section("why_cp", "Why context parallelism", sentence + searched, figures)

@@ -8,6 +8,7 @@ from fourfold.planner.chips import GIB
 from fourfold.planner.cost import FAILURES_PER_GPU_DAY, checkpointing, run_cost
 from fourfold.planner.explanation import Figure, Section
 from fourfold.planner.flops import flops_per_token
+from fourfold.planner.jobs import Precision
 from fourfold.planner.judge import Candidate, allocatable_bytes
 from fourfold.planner.misses import BYTES_WORDS, SECONDS_WORDS
 from fourfold.planner.paper import zero_rule
@@ -15,6 +16,8 @@ from fourfold.planner.published import training_tokens
 
 if TYPE_CHECKING:
     from fourfold.planner.problem import Problem
+
+_SHOWN = 5e-4  # of a step: parts that are less share a line
 
 
 def layout_sections(problem: Problem, one: Candidate) -> tuple[Section, ...]:
@@ -42,6 +45,11 @@ def zero_section(problem: Problem, one: Candidate) -> Section:
     rule = f"bs = {per_group} {sign} 2 pp = {2 * one.pp}, so the paper's rule says ZeRO-{mode} with {kind}"
     same = (mode, kind) == (one.zero, one.schedule)
     mine = "and so it is" if same else f"the fastest that fits has ZeRO-{one.zero} with {one.schedule}"
+    if one.pp == 1:
+        rule, mine = (
+            "Without a pipeline the paper's rule has nothing to say",
+            f"the fastest that fits has ZeRO-{one.zero}",
+        )
     return Section(
         "zero_rule",
         "Which ZeRO mode",
@@ -58,7 +66,12 @@ def bubble_section(problem: Problem, one: Candidate) -> Section:
     """Both definitions, by formula and as played."""
     count, pp, v = micro_batches(problem, one), one.pp, one.virtual_stages
     if pp == 1:
-        return Section("bubble", "The bubble", "There is none: no rank waits for another stage.")
+        parts = (
+            f" Its {v} virtual stages are parts of the layers whose gradients are reduced one at a time."
+            if v > 1
+            else ""
+        )
+        return Section("bubble", "The bubble", f"There is none: no rank waits for another stage.{parts}")
     if count >= pp:
         by_formula, formula = (pp - 1) / (count * v), f"(pp - 1) / (nmb v) = {pp - 1} / ({count} x {v})"
     else:
@@ -97,6 +110,13 @@ def memory_section(problem: Problem, one: Candidate) -> Section:
         ),
         Figure("left", hbm - GIB - reserved, "bytes", f"{hbm / GIB:.1f} GiB - 1 GiB (context, NCCL) - reserved"),
     ]
+    counted = ""
+    if one.zero < 3:
+        held, whole = one.memory_parts["gradients"], _whole_gradients(problem, one)
+        counted, more = _how_gradients_count(problem, one, held=held, whole=whole), max(whole - held, 0.0)
+        figures.append(
+            Figure("gradients of all its layers at once", whole, "bytes", f"+{more / GIB:.1f} GiB if held so")
+        )
     risky = one.memory_bytes * high > hbm - GIB
     risk = f" With the most that allocators have been seen to lose, {high - 1:.0%}, it would not." if risky else ""
     rank = f"pipeline rank {one.worst_rank}" if one.pp > 1 else "every rank"
@@ -105,30 +125,48 @@ def memory_section(problem: Problem, one: Candidate) -> Section:
         "memory",
         "Memory per rank",
         f"{fits}: {rank} allocates {one.memory_bytes / GIB:.1f} GiB at most, of {usable / GIB:.1f} that one "
-        f"{problem.cluster.chip.name} leaves to it.{risk if one.fits else ''}",
+        f"{problem.cluster.chip.name} leaves to it.{risk if one.fits else ''}{counted}",
         tuple(figures),
         ("Gradients are summed in float32 (4 bytes each) and whole between reduce-scatters; plans that leave them out, "
          "or count 8 bytes of optimizer state instead of 12, come out up to half too small.",),
     )  # fmt: skip
 
 
+def _whole_gradients(problem: Problem, one: Candidate) -> float:
+    """Bytes of the sums of all parameters of the fullest rank; its weights have 2 bytes each, or 4 in float32."""
+    each = 4 if problem.precision is Precision.FP32 else 2
+    return one.memory_parts["weights"] * problem.stack.gradient_bytes / each
+
+
+def _how_gradients_count(problem: Problem, one: Candidate, *, held: float, whole: float) -> str:
+    """Which sums are there at the worst moment, and what other ways of holding them would add."""
+    if whole - held < 0.02 * whole:
+        return f" Of gradients, the sums of all its layers are there, {held / GIB:.1f} GiB."
+    by_chunk = one.schedule == "afab" or one.zero == 2 or one.nc >= micro_batches(problem, one)
+    why = "as a virtual stage's are reduced before the next one's begin" if by_chunk else "as not all have begun then"
+    return (
+        f" Of gradients, it holds {held / GIB:.1f} GiB at that moment, {why}; a buffer for all of them through the "
+        f"step, as Megatron has, is {whole / GIB:.1f}: +{(whole - held) / GIB:.1f} GiB."
+    )
+
+
 def time_section(one: Candidate) -> Section:
     """The parts of a step, largest first."""
     total = one.step_seconds
     parts = sorted(one.breakdown.items(), key=lambda item: -item[1])
-    figures = tuple(
-        Figure(SECONDS_WORDS[name], seconds, "s", f"{seconds / total:.1%}")
-        for name, seconds in parts
-        if seconds > 0.0005 * total
-    )
+    shown = {name: seconds for name, seconds in parts if abs(seconds) >= _SHOWN * total}
+    figures = [Figure(SECONDS_WORDS[name], seconds, "s", f"{seconds / total:.1%}") for name, seconds in shown.items()]
+    rest = total - sum(shown.values())
+    if abs(rest) >= 1e-6 * total:
+        figures.append(Figure("what is less than each of these", rest, "s", f"{rest / total:.1%}"))
     low, high = one.step_seconds_band
-    useful = (one.breakdown.get("matmul", 0) + one.breakdown.get("attention", 0) + one.breakdown.get("head", 0)) / total
+    products, attention = (one.breakdown.get(name, 0.0) / total for name in ("matmul", "attention"))
     return Section(
         "step_time",
         "Where a step goes",
-        f"{total:.3g} s, of which {useful:.0%} multiply matrices; nine of ten measured runs lie within {low:.3g} to "
-        f"{high:.3g} s of such a prediction.",
-        figures,
+        f"{total:.3g} s, of which {products:.1%} are matrix products of the layers and {attention:.1%} attention; nine "
+        f"of ten measured runs lie within {low:.3g} to {high:.3g} s of such a prediction.",
+        tuple(figures),
     )
 
 

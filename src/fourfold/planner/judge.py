@@ -225,7 +225,7 @@ def candidates(problem: Problem, jobs: Jobs, exacts: Sequence[Exact] | None = No
     layout = {name: listed(getattr(jobs, name)) for name in LAYOUT}
     seconds, allocated, worst = listed(time.seconds), listed(held.allocated), listed(held.worst_rank)
     flops, sixfold = listed(model_flops_per_step(jobs)), listed(6.0 * model_parameters(jobs) * jobs.tokens)
-    peak = listed(jobs.gpus * jobs.peak)
+    peak, slow = listed(jobs.gpus * jobs.peak), listed(1 - 1 / pieces.inflation)
     return [
         _candidate(
             problem,
@@ -238,6 +238,7 @@ def candidates(problem: Problem, jobs: Jobs, exacts: Sequence[Exact] | None = No
             flops=(flops[i], sixfold[i]),
             peak=peak[i],
             pipeline=(pipeline[i], computing[i]),
+            slow=slow[i],
             exact=exacts[i] if exacts else None,
         )
         for i in range(number)
@@ -256,11 +257,13 @@ def _candidate(
     flops: tuple[float, float],
     peak: float,
     pipeline: tuple[float, float],
+    slow: float,
     exact: Exact | None,
 ) -> Candidate:
     if exact is not None:
-        # Playing changes how long stages wait for each other, and nothing else.
-        breakdown["bubble"] += exact.seconds - seconds
+        # Playing changes how long stages wait for each other, and so how long slow ranks take longer.
+        breakdown["bubble"], breakdown["p2p"] = exact.waiting
+        breakdown["other"] += slow * (exact.seconds - seconds)
         seconds, memory, worst_rank = exact.seconds, exact.memory_bytes, exact.worst_rank
         memory_parts = {name: getattr(exact.ranks[worst_rank], name) for name in PARTS}
     whole, computing = pipeline

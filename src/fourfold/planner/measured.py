@@ -7,7 +7,7 @@ and what a row lacks to be predicted is said in `Unscored`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from fourfold.planner.rows import Cells, Measured, MeasuredRow, MemoryKind, Unsc
 MEASUREMENTS = Path(__file__).parent / "measurements"
 """Tables that come with the project."""
 
+NEEDED = ("gpu", "layers", "hidden", "heads", "seq_len", "global_batch", "micro_batch", "tp", "pp")
+"""Columns that a table of a user's runs cannot do without; beside them gpu_count or dp, and what was measured."""
 _MODEL = ("layers", "hidden", "heads", "seq_len")
 _LAYOUT = ("global_batch", "micro_batch", "tp", "pp")
 
@@ -30,6 +32,8 @@ class _UnscoredError(Exception):
 def read(path: str | Path) -> Measured:
     """A table of any kind that the planner knows. ValueError if it is none, or a cell is malformed."""
     path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder; give its CSV files")
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     columns = set(header(path))
@@ -38,7 +42,7 @@ def read(path: str | Path) -> Measured:
         ({"iteration time (ms)", "micro batch"}, adapters.read_steps),
         ({"case", "allocated_mb_rank0"}, adapters.read_rank_memory),
         ({"outcome", "hidden"}, adapters.read_out_of_memory),
-        ({"framework", "gpu", "hidden"}, read_published),
+        ({*NEEDED}, read_published),
     )
     for needed, reader in readers:
         if needed <= columns:
@@ -46,10 +50,20 @@ def read(path: str | Path) -> Measured:
             if not measured.rows and not measured.unscored:
                 raise ValueError(f"{path.name}: has a header and no rows")
             return measured
-    raise ValueError(
-        f"{path.name}: not a table of measured runs. Its header must have the columns of published.csv "
-        f"(framework, gpu, hidden, ...); it has {', '.join(sorted(columns)[:8]) or 'none'}"
-    )
+    raise ValueError(f"{path.name}: not a table of measured runs. {_lacks(columns, [names for names, _ in readers])}")
+
+
+def _lacks(columns: set[str], kinds: Sequence[set[str]]) -> str:
+    """What a header lacks to be of a kind that it has something of."""
+    near = [names for names in kinds if 2 * len(names & columns) > len(names)]
+    has = f"it has {', '.join(sorted(columns)[:8]) or 'none'}"
+    if not near:
+        return f"Its header must have at least {', '.join(NEEDED)}; {has}"
+    lacks = [
+        f"{', '.join(sorted(names - columns))}, to be a table with {', '.join(sorted(names & columns))}"
+        for names in near
+    ]
+    return f"Its header lacks {'; or '.join(lacks)}; {has}. docs/formats.md, Accuracy, says what they mean"
 
 
 def read_published(path: str | Path) -> Measured:

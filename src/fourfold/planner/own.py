@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
+
+from msgspec.structs import replace
 
 from fourfold.planner.jobs import Jobs, Order, Split
 from fourfold.planner.problem import ORDERS, RECOMPUTES, SPLITS, Problem
+from fourfold.recipe import PRESETS, RecipeError, check
 
 if TYPE_CHECKING:
     from fourfold.recipe import RunPlan
@@ -33,8 +37,26 @@ class OwnLayout:
     """Why the planner has no figures for it, if it has none."""
 
     @classmethod
-    def of(cls, plan: RunPlan) -> Self:
-        """That of a checked recipe; the schedule as it runs."""
+    def of(
+        cls,
+        plan: RunPlan,
+        *,
+        gpus: int | None = None,
+        name: str | None = None,
+        seq_len: int | None = None,
+        sequences: int | None = None,
+        **_other: object,
+    ) -> Self:
+        """That of a checked recipe; the schedule as it runs. `unjudged` says why, if it is not legal for a job that is
+        another than the recipe's: on so many GPUs, of another model (`name`), or batch."""
+        if gpus is not None and gpus != plan.grid.size:
+            ranks = " x ".join(f"{d} {getattr(plan.grid, d)}" for d in ("tp", "cp", "pp", "dp"))
+            return cls(unjudged=f"{ranks} is for {plan.grid.size:,} GPUs, and the job has {gpus:,}")
+        if name is not None or seq_len is not None or sequences is not None:
+            try:
+                plan = _with_job(plan, name=name, seq_len=seq_len, sequences=sequences)
+            except RecipeError as error:
+                return cls(unjudged=f"it is not legal for this job: {'; '.join(map(str, error.problems))}")
         recipe, schedule = plan.recipe, plan.schedule
         kind = plain_schedule(schedule.kind, v=schedule.v, nc=schedule.nc, pp=schedule.pp)
         by_document = plan.grid.cp > 1 and recipe.layout.cp_split == "per_document"
@@ -74,6 +96,22 @@ class OwnLayout:
             zero=self.zero,
             recompute=int(RECOMPUTES[self.recompute]),
         )
+
+
+def _with_job(plan: RunPlan, *, name: str | None, seq_len: int | None, sequences: int | None) -> RunPlan:
+    """The recipe with another model or batch. RecipeError if its layout is not legal for it."""
+    recipe = plan.recipe
+    batch = replace(
+        recipe.batch,
+        seq_len=seq_len or recipe.batch.seq_len,
+        sequences=sequences or recipe.batch.sequences,
+        phases=type(recipe.batch)().phases,
+    )
+    model = recipe.model
+    if name is not None:
+        path = Path(name).parent if Path(name).is_file() else Path(name)
+        model = type(model)(preset=name) if name in PRESETS else type(model)(path=str(path))
+    return check(replace(recipe, model=model, batch=batch))
 
 
 def plain_schedule(kind: str, *, v: int, nc: int, pp: int) -> str:

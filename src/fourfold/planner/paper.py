@@ -16,15 +16,18 @@ tokens at tp = 8 (slopes of its Figures 9 and 10). Whether the layout fits a pre
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fourfold.planner.arithmetic import FP32, count_parameters
 from fourfold.planner.chips import GIB
+from fourfold.planner.contradictions import unfilled_node
 from fourfold.planner.memory import ALLOCATOR, RESERVED
 from fourfold.planner.saved import load_rules
 from fourfold.planner.space import tensor_degrees
+from fourfold.planner.words import many
 from fourfold.recipe import ModelConfig
 
 if TYPE_CHECKING:
@@ -76,7 +79,7 @@ def stages_rule(num_layers: int, pp: int) -> tuple[int, str]:
         return 1, "even"
     if num_layers % pp and (num_layers + 2) % pp == 0:
         return (num_layers + 2) // pp, "ends_light"
-    return -(-num_layers // pp), "even"
+    return min(-(-num_layers // pp), (num_layers + 2) // pp), "even"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +98,14 @@ def paper_layout(problem: Problem) -> PaperAnswer:
     """Follows the rules for a job. Never raises: where they end, `refusal` says at which one."""
     sequences, seq_len, gpus = problem.sequences, problem.seq_len, problem.cluster.gpus
     tokens = sequences * seq_len
-    steps = [f"1. {tokens:,} tokens per step / {seq_len:,} = {sequences:,} sequences; bs = {sequences:,} / dp."]
+    steps = [f"1. {tokens:,} tokens per step / {seq_len:,} = {many(sequences, 'sequence')}; bs = {sequences:,} / dp."]
 
+    if unfilled := unfilled_node(problem):
+        return PaperAnswer(steps=tuple(steps), refusal=unfilled)
     lower, node = gpus / sequences, min(problem.cluster.domain, gpus)
     degrees = _node_degrees(problem)
     enough = [tp for tp in degrees if tp >= lower]
-    asked = f"bs >= pp asks for tp cp >= {gpus:,} GPUs / {sequences:,} sequences = {lower:.3g}"
+    asked = f"bs >= pp asks for tp cp >= {many(gpus, 'GPU')} / {many(sequences, 'sequence')} = {lower:.3g}"
     if enough and enough[0] == degrees[-1]:
         steps.append(f"2. {asked}; a node ends tp at {node}. So tp = {enough[0]}.")
     elif enough:
@@ -111,12 +116,7 @@ def paper_layout(problem: Problem) -> PaperAnswer:
 
     fits = [fit for tp in enough if (fit := _smallest_pipeline(problem, tp)) is not None]
     if not fits:
-        limit = _usable(problem) / GIB
-        refusal = (
-            f"rule 4 has no answer: with tp <= {degrees[-1]} no pipeline fits in {limit:.1f} GiB, as the rules know no "
-            "recomputation"
-        )
-        return PaperAnswer(steps=tuple(steps), refusal=refusal)
+        return PaperAnswer(steps=tuple(steps), refusal=_refusal(problem, enough))
     best = min(fits, key=lambda fit: (fit.tp * fit.pp, fit.tp))
     steps.append(_why_a_pipeline(problem, best))
     steps.append(f"4. {best.sentence}")
@@ -180,9 +180,10 @@ def node_ways(problem: Problem) -> int:
 
 
 def _node_degrees(problem: Problem) -> list[int]:
+    """Powers of two inside a node that divide the GPUs and what TP cuts."""
     node = min(problem.cluster.domain, problem.gpus)
     legal = tensor_degrees(problem.config)
-    return [tp for tp in _powers_of_two(node) if tp in legal]
+    return [tp for tp in _powers_of_two(node) if tp in legal and problem.gpus % tp == 0]
 
 
 def _usable(problem: Problem) -> float:
@@ -191,22 +192,47 @@ def _usable(problem: Problem) -> float:
 
 
 def context_ways(problem: Problem, tp: int) -> int | None:
-    """The smallest CP with bs >= pp: cp >= GPUs / (sequences tp)."""
-    gpus = problem.cluster.gpus
-    return next((cp for cp in _powers_of_two(gpus // tp) if cp * tp * problem.sequences >= gpus), None)
+    """The smallest CP with bs >= pp: cp >= GPUs / (sequences tp). A power of two that divides GPUs and sequences."""
+    gpus, seq_len = problem.cluster.gpus, problem.seq_len
+    for cp in _powers_of_two(gpus // tp):
+        cuts = gpus % (tp * cp) == 0 and (cp == 1 or seq_len % (2 * cp) == 0)
+        if cuts and cp * tp * problem.sequences >= gpus:
+            return cp
+    return None
+
+
+def _pipelines(problem: Problem, tp: int) -> Iterator[tuple[int, int, int]]:
+    """(cp, pp, dp) of the pipelines that rule 4 may choose among, shortest first: sequences are shared evenly."""
+    cp, gpus, sequences = context_ways(problem, tp), problem.cluster.gpus, problem.sequences
+    if cp is None:
+        return
+    for pp in range(1, min(gpus // (tp * cp), problem.config.num_layers + 2) + 1):
+        dp, rest = divmod(gpus, tp * cp * pp)
+        if not rest and sequences % dp == 0:
+            yield cp, pp, dp
+
+
+def _refusal(problem: Problem, degrees: list[int]) -> str:
+    """Why rule 4 has no answer with these tp: nothing divides, or nothing fits."""
+    if any(True for tp in degrees for _ in _pipelines(problem, tp)):
+        limit, rest = _usable(problem) / GIB, "as the rules know no recomputation"
+        return f"rule 4 has no answer: with tp <= {degrees[-1]} no pipeline fits in {limit:.1f} GiB, {rest}"
+    gpus, sequences, left = problem.cluster.gpus, problem.sequences, problem.cluster.gpus
+    while (common := math.gcd(left, sequences)) > 1:
+        left //= common
+    most = f"tp <= {degrees[-1]} and pp <= {problem.config.num_layers + 2}"
+    if left > 1:
+        return (
+            f"rule 4 has no answer: a dp with the factor {left:,} of {gpus:,} GPUs does not divide {sequences:,} "
+            f"sequences ({sequences:,} % {left:,} = {sequences % left:,}), and with {most} nothing else takes it up"
+        )
+    return f"rule 4 has no answer: dp = {gpus:,} GPUs / (tp cp pp) divides {sequences:,} sequences with no {most}"
 
 
 def _smallest_pipeline(problem: Problem, tp: int) -> _Fit | None:
     """For one tp the smallest pipeline that fits, or none at all with ZeRO-3 where its gathers hide."""
-    cp = context_ways(problem, tp)
-    gpus = problem.cluster.gpus
-    if cp is None or gpus % (tp * cp):
-        return None
     usable, tried = _usable(problem), []
-    for pp in _powers_of_two(min(gpus // (tp * cp), problem.config.num_layers + 2)):
-        dp, rest = divmod(gpus, tp * cp * pp)
-        if rest or problem.sequences % dp or problem.sequences < dp:
-            continue
+    for cp, pp, _ in _pipelines(problem, tp):
         for zero in (1, 3) if pp == 1 and _hides(problem, tp, cp) else (1,):
             needed = rule_bytes(problem, tp=tp, cp=cp, pp=pp, zero=zero)
             what = f"pp = {pp}" + (" with ZeRO-3" if zero == 3 else "")
@@ -225,13 +251,14 @@ def fsdp_intensity(problem: Problem, tp: int) -> float:
     """Tokens of a micro-batch above which FSDP's gathers between nodes hide: peak / (what the NICs give a TP rank).
 
     The tp ranks of a node gather each their own part through its NICs: peak tp / (NICs of a node). tp = 8 on H100 gives
-    989e12 / 50e9 = 19,780 FLOP per byte, as the paper has it; a job inside one node has NVLink instead.
+    989e12 / 50e9 = 19,780 FLOP per byte, as the paper has it; a job inside one node has NVLink instead. TP beyond a
+    node has the NICs of all its nodes.
     """
     cluster = problem.cluster
     peak = max(cluster.chip.peaks.get(name, 0.0) for name in ("bf16", "fp16"))
     if cluster.gpus <= cluster.domain:
         return peak / cluster.link
-    return peak * tp / (cluster.nic * cluster.domain)
+    return peak * min(tp, cluster.domain) / (cluster.nic * cluster.domain)
 
 
 def _hides(problem: Problem, tp: int, cp: int) -> bool:
@@ -240,12 +267,15 @@ def _hides(problem: Problem, tp: int, cp: int) -> bool:
 
 
 def _why_a_pipeline(problem: Problem, best: _Fit) -> str:
+    if problem.cluster.gpus == 1:
+        return "3. FSDP has nobody to share with: there is one GPU."
     tokens, bound = problem.seq_len // best.cp, fsdp_intensity(problem, best.tp)
     compare = f"{tokens:,} FLOP/byte (one sequence per gather) {{}} the machine's {bound:,.0f}"
+    gathers = f"its gathers per micro-batch (ZeRO-3) at tp = {best.tp}"
     if _hides(problem, best.tp, best.cp):
-        return f"3. FSDP (2D) can hide its gathers: {compare.format('>=')}; a pipeline only if memory wants one."
+        return f"3. FSDP (2D) can hide {gathers}: {compare.format('>=')}; a pipeline only if memory wants one."
     where = "so ZeRO-3 would wait for weights, and memory is left to a pipeline (3D)"
-    return f"3. FSDP alone (2D) cannot hide its gathers: {compare.format('<')}, {where}."
+    return f"3. FSDP alone (2D) cannot hide {gathers}: {compare.format('<')}, {where}."
 
 
 def _why_context(problem: Problem, best: _Fit) -> str:
@@ -268,7 +298,8 @@ def _ending(
     elif split == "ends_light":
         stages = f"({num_layers} layers + embedding + head) / {best.pp} = {virtual_stages} virtual stages per rank"
     else:
-        stages = f"{num_layers} layers / {best.pp} = {virtual_stages} virtual stages per rank"
+        about = "=" if num_layers == best.pp * virtual_stages else "~"
+        stages = f"{num_layers} layers / {best.pp} {about} {virtual_stages} virtual stages per rank"
     if zero == 3:
         return f"6. {stages}; ZeRO-3, since only sharded weights fit without a pipeline."
     sign = ">=" if per_group >= 2 * best.pp else "<"

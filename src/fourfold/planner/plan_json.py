@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+from fourfold.planner.as_recipe import has_spare, untrainable
 from fourfold.planner.explanation import Explanation, explanation_json
 from fourfold.planner.judge import Candidate
 from fourfold.planner.memory import RESERVED
@@ -37,7 +38,12 @@ def plan_json(plan: Plan, explanation: Explanation | None = None) -> dict[str, A
         else {
             "constraint": infeasible.constraint,
             "changes": [
-                {"kind": change.kind, "words": change.words, **candidate_json(change.problem, change.candidate)}
+                {
+                    "kind": change.kind,
+                    "words": change.words,
+                    "changed": change.changed,
+                    **candidate_json(change.problem, change.candidate),
+                }
                 for change in infeasible.changes
             ],
         },
@@ -53,6 +59,7 @@ def problem_json(problem: Problem) -> dict[str, Any]:
     return {
         "model": problem.name,
         "gpu": chip.name,
+        "cluster": problem.cluster.name,
         "gpus": problem.gpus,
         "hbm_bytes": chip.hbm_bytes,
         "usable_bytes": chip.hbm_bytes - RESERVED,
@@ -61,6 +68,7 @@ def problem_json(problem: Problem) -> dict[str, Any]:
         "sequences": problem.sequences,
         "tokens": problem.tokens,
         "dtype": problem.precision.name.lower(),
+        "measured": problem.is_measured,
         "stack": problem.stack.name,
         "allocator": problem.stack.allocator,
         "documents": None if problem.documents is None else str(problem.documents),
@@ -88,6 +96,8 @@ def candidate_json(problem: Problem, one: Candidate) -> dict[str, Any]:
         "reserved_bytes": one.memory_bytes * problem.stack.allocator,
         "spare_bytes": problem.cluster.chip.hbm_bytes - RESERVED - one.memory_bytes * problem.stack.allocator,
         "fits": one.fits,
+        "has_spare": has_spare(problem, one),
+        "untrainable": list(untrainable(problem, one)),
         "worst_rank": one.worst_rank,
         "mfu": one.mfu,
         "mfu_6p": one.mfu_6p,

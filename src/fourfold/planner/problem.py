@@ -21,6 +21,7 @@ from fourfold.recipe.errors import nearest_name
 if TYPE_CHECKING:
     from fourfold.planner.cluster import Cluster
     from fourfold.planner.imbalance import Documents, Imbalance
+    from fourfold.planner.own import OwnLayout
     from fourfold.planner.stack import Stack
     from fourfold.recipe import RunPlan
 
@@ -38,6 +39,7 @@ NAMED = {
     "split": tuple(SPLIT_NAMES.values()),
 }
 DIMENSIONS = (*COUNTED, "zero", *NAMED)
+SHORT = {"v": "virtual_stages", "mb": "micro_batch"}  # as tables print them
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -204,40 +206,42 @@ def asked_problem(
     *,
     model: str | None = None,
     gpu: str | None = None,
-    gpus: int | None = None,
+    gpus: int | str | None = None,
     seq: str | None = None,
     batch_tokens: str | None = None,
     dtype: str | None = None,
     stack: str = "standard",
     documents: str | None = None,
     fix: Iterable[str] = (),
-) -> tuple[Problem, RunPlan | None]:
-    """The job that a command line asks for, and the checked recipe if the job still is the recipe's.
+) -> tuple[Problem, OwnLayout | None]:
+    """The job that a command line asks for, and of a recipe its layout: of another job than the recipe's, if it is
+    legal there; else why not.
 
     ValueError naming all that is missing, or what is wrong.
     """
     from fourfold.planner.cluster import cluster
 
     known: RunPlan | None = None
+    number = parse_count(gpus, flag="--gpus") if isinstance(gpus, str) else gpus
     if recipe is not None:
         from fourfold.recipe import check, load
 
         known = check(load(recipe))
-        gpu, gpus = gpu or known.recipe.cluster.gpu, gpus or known.grid.size
-    needed = {"--gpu": gpu, "--gpus": gpus}
+        gpu, number = gpu or known.recipe.cluster.gpu, known.grid.size if number is None else number
+    needed = {"--gpu": gpu, "--gpus": number}
     needed |= {} if known else {"--model": model, "--seq": seq, "--batch-tokens": batch_tokens}
     missing = [name for name, value in needed.items() if value is None]
     if missing:
         where = "or a recipe" if known is None else "or cluster.gpu in the recipe"
         raise ValueError(f"{', '.join(missing)}: needed, {where}; `fourfold plan --help` shows an example of each")
     given: dict[str, Any] = {
-        "cluster": cluster(str(gpu), gpus or 0),
+        "cluster": cluster(str(gpu), number or 0),
         "stack": stack,
         "documents": documents,
         "limits": parse_limits(fix),
     }
     if known is None:
-        length, tokens = parse_count(str(seq)), parse_count(str(batch_tokens))
+        length, tokens = parse_count(str(seq), flag="--seq"), parse_count(str(batch_tokens), flag="--batch-tokens")
         return Problem.of(model=str(model), seq_len=length, tokens=tokens, precision=dtype or "bf16", **given), None
     problem = Problem.from_recipe(known, **given)
     changes: dict[str, Any] = {}
@@ -246,15 +250,17 @@ def asked_problem(
     if dtype is not None:
         changes["precision"] = parse_precision(dtype)
     if seq is not None or batch_tokens is not None:
-        length = problem.seq_len if seq is None else parse_count(seq)
-        tokens = problem.tokens if batch_tokens is None else parse_count(batch_tokens)
+        length = problem.seq_len if seq is None else parse_count(seq, flag="--seq")
+        tokens = problem.tokens if batch_tokens is None else parse_count(batch_tokens, flag="--batch-tokens")
         changes |= {"seq_len": length, "sequences": sequences_of(tokens, length)}
-    same = not changes and gpus == known.grid.size
-    return problem.replace(**changes), known if same else None
+    from fourfold.planner.own import OwnLayout
+
+    problem = problem.replace(**changes)
+    return problem, OwnLayout.of(known, gpus=problem.gpus, **changes)
 
 
 def parse_limits(texts: Iterable[str]) -> Limits:
-    """Limits as a person types them: "tp=8", "pp=8,16", "schedule=afab"."""
+    """Limits as a person types them: "tp=8", "pp=8,16", "schedule=afab"; v and mb are as tables print them."""
     limits: dict[str, tuple[int | str, ...]] = {}
     for text in texts:
         name, equals, values = text.partition("=")
@@ -263,16 +269,26 @@ def parse_limits(texts: Iterable[str]) -> Limits:
                 f"--fix {text}: must be DIMENSION=VALUE, such as tp=8; dimensions: {', '.join(DIMENSIONS)}"
             )
         parts = [value.strip() for value in values.split(",")]
-        limits[name.strip()] = tuple(int(value) if value.lstrip("-").isdecimal() else value for value in parts)
+        name = SHORT.get(name.strip(), name.strip())
+        if name in limits:
+            both = ",".join(dict.fromkeys([*map(str, limits[name]), *parts]))
+            raise ValueError(f"--fix {name}: is given twice; for one of several values: --fix {name}={both}")
+        limits[name] = tuple(int(value) if value.lstrip("-").isdecimal() else value for value in parts)
     return limits
 
 
-def parse_count(text: str) -> int:
-    """A number of tokens or the like: 8192, 8K, 16M. K, M and G are powers of 1,024, as batches and sequences are."""
+def parse_count(text: str, *, flag: str = "") -> int:
+    """A number of tokens or the like: 8192, 8K, 16M. K, M and G are powers of 1,024, as batches and sequences are.
+
+    `flag`: what a user gave it as, for errors.
+    """
+    where = f"{flag} {text}" if flag else repr(text)
     found = re.fullmatch(r"\s*([\d_,]+(?:\.\d+)?)\s*([kKmMgG]?)[iI]?\s*", text)
     number = float(re.sub("[_,]", "", found[1])) * _UNITS[found[2].lower()] if found else 0.0
+    if (found and not number) or re.fullmatch(r"\s*-\s*\d+\s*", text):
+        raise ValueError(f"{where}: must be at least 1")
     if number < 1 or number != int(number):
-        raise ValueError(f"{text!r}: must be a whole number, with K, M or G for 1,024, 1,024^2 or 1,024^3; such as 16M")
+        raise ValueError(f"{where}: must be a whole number, with K, M or G for 1,024, 1,024^2 or 1,024^3; such as 16M")
     return int(number)
 
 
@@ -309,7 +325,7 @@ def read_model(source: str | Path) -> ModelConfig:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
-        near = nearest_name(str(source), PRESETS)
+        near = nearest_name(str(source).lower(), PRESETS)
         hint = f"; nearest legal: {near}" if near else ""
         known = ", ".join(PRESETS)
         raise ValueError(
@@ -337,5 +353,7 @@ def _check_limit(name: str, values: tuple[int | str, ...]) -> None:
             raise ValueError(f"{name} = {value!r}: must be one of {', '.join(NAMED[name])}{hint}")
         if name == "zero" and value not in (1, 2, 3):
             raise ValueError(f"zero = {value}: must be 1, 2 or 3")
-        if name in COUNTED and (not isinstance(value, int) or value < 1):
+        if name in COUNTED and not isinstance(value, int):
+            raise ValueError(f"{name} = {value}: must be whole numbers, such as {name}=2")
+        if name in COUNTED and isinstance(value, int) and value < 1:
             raise ValueError(f"{name} = {value}: must be at least 1; nearest legal: 1")

@@ -10,6 +10,8 @@ from fourfold.recipe import PRESETS, ModelConfig
 
 SHORT = 8192
 """Tokens of a sequence in pre-training; longer ones are those of the training that follows."""
+HERD = "The Llama 3 Herd of Models (2407.21783)"
+COMPUTE_OPTIMAL = "Training Compute-Optimal Large Language Models (2203.15556)"
 TOKENS_PER_PARAMETER = 20
 """For other models: about what is best for a given number of FLOPs (2203.15556)."""
 
@@ -57,11 +59,11 @@ def training_tokens(config: ModelConfig, seq_len: int) -> tuple[float, str]:
     """(tokens of a whole training on sequences of this length, where the number comes from)."""
     known = published(config)
     if known is not None and known.long_tokens is not None and seq_len > SHORT:
-        return known.long_tokens, "2407.21783, 3.4.2: about, in six stages of longer and longer sequences"
+        return known.long_tokens, f"{HERD}, 3.4.2: about, in six stages of longer and longer sequences"
     if known is not None:
-        return known.tokens, "2407.21783"
+        return known.tokens, HERD
     parameters = count_parameters(config).total
-    return float(TOKENS_PER_PARAMETER * parameters), f"{TOKENS_PER_PARAMETER} per parameter, 2203.15556"
+    return float(TOKENS_PER_PARAMETER * parameters), f"{TOKENS_PER_PARAMETER} per parameter, {COMPUTE_OPTIMAL}"
 
 
 def training_steps(config: ModelConfig, seq_len: int, tokens_per_step: int) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 
 from fourfold.planner.exact import Exact, Programs, play_exactly
 from fourfold.planner.judge import (
+    DIGITS,
     Candidate,
     Swept,
     allocatable_bytes,
@@ -21,7 +22,7 @@ from fourfold.planner.judge import (
     rounded,
     sweep,
 )
-from fourfold.planner.misses import NearMiss, near_misses
+from fourfold.planner.misses import NearMiss, fastest_of_kinds, near_misses
 from fourfold.planner.own import OwnLayout
 from fourfold.planner.problem import Problem
 from fourfold.planner.space import LEFT_OUT, Space, space
@@ -89,20 +90,22 @@ def search(problem: Problem, *, top: int = 10, finalists: int = FINALISTS, own: 
     layouts, swept = layouts.and_also(more), swept.and_also(sweep(problem, more))
     order = _fitting(layouts, swept)
     programs = Programs()
-    played = _play(problem, layouts, order, top=top, finalists=max(finalists, top), programs=programs)
+    first = _diverse(layouts, order, max(finalists, top))
+    kinds = fastest_of_kinds(problem, layouts, order)
+    played = _play(problem, layouts, order, kinds=kinds, first=first, top=top, programs=programs)
     pareto: tuple[Candidate, ...] = ()
     misses: tuple[NearMiss, ...] = ()
     infeasible = None
     if played:
         pareto = _pareto(problem, layouts, swept, order)
-        misses = near_misses(problem, layouts, swept, order, played[0], programs=programs, own=own)
+        misses = near_misses(problem, layouts, swept, order, played, programs=programs, own=own)
     else:
         from fourfold.planner.infeasible import explain_infeasible
 
         infeasible = explain_infeasible(problem)
     return Plan(
         problem=problem,
-        candidates=tuple(found for _, found in played[:top]),
+        candidates=tuple(_top(problem, layouts, played, top)),
         pareto=pareto,
         near_misses=misses,
         evaluated=swept.judged,
@@ -123,18 +126,29 @@ def _fitting(layouts: Space, swept: Swept) -> np.ndarray:
 
 
 def _play(
-    problem: Problem, layouts: Space, order: np.ndarray, *, top: int, finalists: int, programs: Programs
-) -> list[tuple[int, Candidate]]:
-    """(row, candidate) of the finalists that fit when played, fastest first."""
+    problem: Problem,
+    layouts: Space,
+    order: np.ndarray,
+    *,
+    kinds: list[int],
+    first: list[int],
+    top: int,
+    programs: Programs,
+) -> dict[int, Exact]:
+    """By row, those that fit when played, fastest first: of `kinds`, so that no near miss beats the answer, and of the
+    finalists (`first`) as many as can be played in a moment."""
     rows: list[int] = []
     exacts: list[Exact] = []
     usable = allocatable_bytes(problem)
-    first = _diverse(layouts, order, finalists)
     # Should none of them fit after all, those behind them are tried.
-    others = [row for row in order[:LAST_RESORT].tolist() if row not in first]
-    for number, row in enumerate([*first, *others]):
-        enough = len(rows) >= top and programs.actions > MOST_ACTIONS
-        if enough or (rows and number >= len(first)):
+    sure, certain = set(kinds), [*dict.fromkeys([*kinds, *first])]
+    others = [row for row in order[:LAST_RESORT].tolist() if row not in certain]
+    played_of_kinds = 0
+    for number, row in enumerate([*certain, *others]):
+        if number == len(sure):
+            played_of_kinds = programs.actions
+        enough = len(rows) >= top and programs.actions - played_of_kinds > MOST_ACTIONS
+        if number >= len(sure) and (enough or (rows and number >= len(certain))):
             break
         job = job_of(problem, layouts, row)
         exact = play_exactly(job, problem.stack, imbalance=problem.imbalance, programs=programs)
@@ -142,11 +156,24 @@ def _play(
             rows.append(row)
             exacts.append(exact)
     if not rows:
-        return []
-    found = candidates(problem, jobs_of(problem, layouts, rows), exacts)
+        return {}
     simplest = np.argsort(ranking(layouts.take(np.array(rows)), np.zeros(len(rows))))
     keys = rounded(np.array([exact.seconds for exact in exacts]))
-    return [(rows[i], found[i]) for i in np.lexsort([simplest, keys])]
+    return {rows[i]: exacts[i] for i in np.lexsort([simplest, keys])}
+
+
+def _top(problem: Problem, layouts: Space, played: dict[int, Exact], top: int) -> list[Candidate]:
+    """The fastest. Of those that differ in stages or ZeRO mode alone, and neither in time nor in memory, the first."""
+    found: list[Candidate] = []
+    seen: set[tuple[object, ...]] = set()
+    rows = list(played)
+    for one in candidates(problem, jobs_of(problem, layouts, rows), list(played.values())) if rows else []:
+        layout = (one.tp, one.cp, one.pp, one.dp, one.micro_batch, one.recompute)
+        key = (*layout, f"{one.step_seconds:.{DIGITS}g}", one.memory_bytes)
+        if key not in seen and len(found) < top:
+            seen.add(key)
+            found.append(one)
+    return found
 
 
 def _diverse(layouts: Space, order: np.ndarray, number: int) -> list[int]:

@@ -26,7 +26,8 @@ LEFT_OUT = (
     f"cp with chunks of fewer than {SMALLEST_CHUNK} tokens, and tokens that 2 cp does not divide",
     f"micro-batches of more than {MOST_TOKENS:,} tokens per rank, but for one sequence",
     "virtual stages that leave the largest stage as many layers as fewer stages do, but for finalists",
-    "pp 1 with all forwards first, or with virtual stages other than in ZeRO-2: as fast, with as much memory or more",
+    "pp 1 with all forwards first, or with virtual stages other than in ZeRO-2 among several ranks: as fast, with as "
+    "much memory or more",
     "nc < pp and fewer micro-batches than pp other than as afab, which they run as",
     "nc without virtual stages, and nc that makes the rounds of another nc",
     "ZeRO-2 or ZeRO-1 where all gradients are reduced in one round, which makes them the same",
@@ -97,7 +98,7 @@ def space(problem: Problem, *, hopeful: bool = True) -> Space:
         cap = max(1, MOST_TOKENS * cp // problem.seq_len)
         key = (pp, problem.sequences // dp, cap, dp * cp > 1)
         if key not in inner:
-            inner[key] = _expand(problem, pp, key[1], cap, choices[dp * cp > 1])
+            inner[key] = _expand(problem, pp, key[1], cap, choices[key[3]], shared=key[3])
         found = inner[key]
         keep = static[found["zero"], row] <= budget
         number = int(keep.sum())
@@ -151,6 +152,11 @@ def _grids(problem: Problem) -> dict[str, Column]:
         if name in limits:
             keep &= np.isin(column, limits[name])
     return {name: column[keep] for name, column in grids.items()}
+
+
+def has_grid(problem: Problem) -> bool:
+    """Whether any (tp, cp, pp, dp) is legal: without it, nothing is."""
+    return len(_grids(problem)["tp"]) > 0
 
 
 def _cuts_sequence(seq_len: int, cp: int, limits: Limits) -> bool:
@@ -226,7 +232,9 @@ def _is_split(layers: int, stages: Column, split: Column) -> Column:
     return stages <= np.where(split == Split.ENDS_LIGHT, layers + 2, layers)
 
 
-def _expand(problem: Problem, pp: int, per_group: int, cap: int, choices: dict[str, Column]) -> dict[str, Column]:
+def _expand(
+    problem: Problem, pp: int, per_group: int, cap: int, choices: dict[str, Column], *, shared: bool
+) -> dict[str, Column]:
     """Every schedule with every choice, without what is not legal and what is there twice."""
     limits, layers = problem.limits, problem.config.num_layers
     schedules = _schedules(problem, pp, per_group, cap)
@@ -241,7 +249,8 @@ def _expand(problem: Problem, pp: int, per_group: int, cap: int, choices: dict[s
         keep &= np.where(rows["split"] == Split.EVEN, ~alike | (pp == 1), pp > 1)
     if pp == 1 and "virtual_stages" not in limits:
         # Without a pipeline, all that stages do is to have the gradients of one at a time reduced.
-        keep &= (rows["v"] == 1) | (rows["zero"] == 2) | ((rows["zero"] == 1) & (rows["rounds"] == 1))
+        by_stage = (rows["zero"] == 2) | ((rows["zero"] == 1) & (rows["rounds"] == 1))
+        keep &= (rows["v"] == 1) | (by_stage & shared)
     if {1, 2} <= set(choices["zero"].tolist()):
         # With one round, gradients are reduced once either way. It goes by the name that the paper's rule gives it.
         keep &= (rows["rounds"] > 1) | (rows["zero"] != (2 if per_group >= 2 * pp else 1))

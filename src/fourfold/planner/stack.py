@@ -19,6 +19,7 @@ import numpy as np
 
 from fourfold.planner.cluster import CHIPS
 from fourfold.planner.jobs import Column, Precision
+from fourfold.planner.memory import ALLOCATOR
 from fourfold.recipe.errors import nearest_name, show
 
 FOLDER = resources.files("fourfold.planner") / "stacks"
@@ -103,7 +104,7 @@ class Stack:
     saved_set: str  # as `saved.load_rules` knows it
     constants: Constants
     band: tuple[float, float]  # multiples of the predicted seconds between which nine of ten measured runs lie
-    allocator: float = 1.03  # reserved over allocated bytes
+    allocator: float = ALLOCATOR  # reserved over allocated bytes
     allocator_band: tuple[float, float] = (1.0, 1.1)
     fused_attention: bool = True
     compiled: bool = False
@@ -219,7 +220,7 @@ def parse_stack(text: str, *, origin: str) -> Stack:
                 pp_inside=np.asarray(software.get("pp_inside", True)),
             ),
             band=_band(table["band"]),
-            allocator=table.get("allocator", 1.03),
+            allocator=table.get("allocator", ALLOCATOR),
             allocator_band=tuple(table.get("allocator_band", (1.0, 1.1))),
             **{name: software[name] for name in SOFTWARE if name in software},
         )

@@ -215,9 +215,9 @@ def step_time(
     work = micro_batches * busiest
     dp = p.gather_exposed + p.reduce_exposed
     as_measured = work + bubble + p2p + dp + p.optimizer + p.fixed
-    # In the breakdown, layers are those of the mean rank; what the busiest has more counts as head or bubble.
+    # In the breakdown, layers and ends are those of the mean rank, which waits for what the busiest has more.
     layers = micro_batches * np.where(alone, jobs.layers, jobs.layers / jobs.pp) * layer
-    ends = np.minimum(micro_batches * (head + embedding) / jobs.pp, work - layers)
+    ends = micro_batches * (head + embedding) / jobs.pp
     return StepTime(
         seconds=p.inflation * as_measured,
         matmul=p.matmul * layers,
@@ -228,7 +228,7 @@ def step_time(
         head=ends,
         tp=p.tp * layers,
         cp=p.cp * layers,
-        bubble=bubble + work - layers - ends,
+        bubble=np.maximum(bubble + work - layers - ends, 0.0),  # below 0 by rounding alone
         p2p=p2p,
         dp=dp + p.dp * layers,
         optimizer=p.optimizer + np.zeros_like(work),

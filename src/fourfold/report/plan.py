@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO
 
 from rich import box
@@ -16,6 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fourfold.planner.as_recipe import has_spare, named_cluster, untrainable
 from fourfold.planner.chips import GIB
 from fourfold.planner.infeasible import Infeasible
 from fourfold.planner.judge import Candidate
@@ -24,8 +26,10 @@ from fourfold.planner.misses import NearMiss
 from fourfold.planner.paper import PaperAnswer, paper_layout
 from fourfold.planner.problem import Problem
 from fourfold.planner.search import Plan
+from fourfold.planner.words import layout_words, many, pipeline_words
 
 PLAIN_WIDTH = 4000  # characters; plain sentences are never wrapped
+LEGEND_WIDTH = 120  # characters of a line of the legend, which no program reads
 _EXCLUDED = (
     "loading of data, saving of checkpoints, validation, evaluation, restarts; memory of the host, and of "
     "other programs on a GPU"
@@ -65,13 +69,19 @@ def seconds_text(seconds: float) -> str:
 def _render(plan: Plan, *, width: int | None = None) -> RenderableType:
     """`width`: of the terminal; None: plain."""
     problem, paper = plan.problem, paper_layout(plan.problem)
-    name = Text.assemble("Plan for ", (problem.name, "bold"), f" on {problem.gpus:,} {problem.cluster.chip.title}")
+    where = f"{problem.gpus:,} {problem.cluster.chip.title}{named_cluster(problem)}"
+    name = Text.assemble("Plan for ", (problem.name, "bold"), f" on {where}")
     parts: list[RenderableType] = [name, Padding(_grid(_facts(plan)), (0, 0, 1, 2))]
     if plan.infeasible is not None:
         parts.append(_infeasible(plan.infeasible))
     if plan.candidates:
         table = _table(problem, plan.candidates, width=width, numbered=True)
-        parts += [_title("Layouts, fastest first"), table, *_by_rank(plan.candidates[0]), _legend(plan)]
+        parts += [
+            _title("Layouts, fastest first"),
+            table,
+            *_by_rank(plan.candidates[0]),
+            _legend(plan, pretty=width is not None),
+        ]
     if len(plan.pareto) > 1:
         table = _table(problem, plan.pareto, width=width)
         parts += [
@@ -113,12 +123,14 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "step",
-            f"{problem.sequences:,} sequences of {problem.seq_len:,} tokens = {problem.tokens:,} tokens in "
+            f"{many(problem.sequences, 'sequence')} of {problem.seq_len:,} tokens = {problem.tokens:,} tokens in "
             f"{problem.precision.name.lower()}",
         ),
         ("gpu", f"{chip.name}: {chip.hbm_bytes / GIB:.1f} GiB as a program sees it, {_links(problem)}"),
         ("stack", f"{problem.stack.name}: {problem.stack.description}"),
     ]
+    if not problem.is_measured:
+        facts.append(("CAREFUL", _unmeasured(problem)))
     if problem.documents is not None:
         facts.append(("documents", str(problem.documents)))
     if problem.limits:
@@ -132,6 +144,13 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     if plan.hopeless:
         searched += f"; {plan.hopeless:,} more are too large by weights and optimizer state alone"
     return [*facts, ("search", searched)]
+
+
+def _unmeasured(problem: Problem) -> str:
+    return (
+        f"no run on {problem.cluster.chip.name} in {problem.precision.name.lower()} has been measured: "
+        "take its rates as guesses; the band is wider"
+    )
 
 
 def _links(problem: Problem) -> str:
@@ -181,36 +200,25 @@ _NARROW: tuple[tuple[str, JustifyMethod], ...] = (
 
 def _cells(problem: Problem, one: Candidate) -> list[str]:
     low, high = one.step_seconds_band
+    tight = "" if has_spare(problem, one) else "!"
     return [
         f"{one.tp} {one.cp} {one.pp} {one.dp}",
-        pipeline_text(one),
+        pipeline_words(one),
         str(one.zero),
-        one.recompute,
+        one.recompute + ("*" if untrainable(problem, one) else ""),
         seconds_text(one.step_seconds),
         f"{seconds_text(low)}-{seconds_text(high)}",
         f"{one.mfu:.1%}",
         f"{one.tokens_per_second_per_gpu:,.0f}",
         f"{one.memory_bytes / GIB:.1f}",
         str(one.worst_rank),
-        f"{spare_bytes(problem, one) / GIB:.1f}",
+        f"{spare_bytes(problem, one) / GIB:.1f}{tight}",
     ]
 
 
 def _narrow_cells(problem: Problem, one: Candidate) -> list[str]:
     layout, pipeline, zero, recompute, step, band, mfu, rate, gib, rank, spare = _cells(problem, one)
     return [layout, pipeline, f"{zero} {recompute}", f"{step}\n{band}", mfu, rate, f"{gib}\n({rank})", spare]
-
-
-def pipeline_text(one: Candidate) -> str:
-    """afab v8 mb1 light; flexible v4 nc8 mb1; none mb2 without a pipeline."""
-    size = f"mb{one.micro_batch}"
-    if one.pp == 1 and one.virtual_stages == 1:
-        return f"none {size}"
-    nc = f" nc{one.nc}" if one.schedule == "flexible" else ""
-    split = " light" if one.split == "ends_light" else ""
-    if not isinstance(one.split, str):
-        split = f" split {'-'.join(map(str, one.split))}"
-    return f"{one.schedule} v{one.virtual_stages}{nc} {size}{split}"
 
 
 def spare_bytes(problem: Problem, one: Candidate) -> float:
@@ -226,20 +234,38 @@ def _by_rank(one: Candidate) -> list[Text]:
     return [Text(f"GiB of layout 1 on pipeline ranks 0 to {len(one.ranks) - 1}: {sizes}")]
 
 
-def _legend(plan: Plan) -> Text:
-    problem = plan.problem
+def _legend(plan: Plan, *, pretty: bool) -> Text:
+    """What the columns and marks mean; of a pipe, in lines of 120 characters."""
+    lines = list(_legend_lines(plan))
+    if not pretty:
+        lines = [part for line in lines for part in textwrap.wrap(line, LEGEND_WIDTH, break_on_hyphens=False)]
+    return Text("\n".join(lines), style="dim")
+
+
+def _legend_lines(plan: Plan) -> Iterator[str]:
+    problem, shown = plan.problem, (*plan.candidates, *plan.pareto)
     chip, allocator = problem.cluster.chip, problem.stack.allocator
     low, high = problem.stack.allocator_band
-    text = (
+    yield (
         "v: virtual stages per rank; nc: consecutive micro-batches; mb: sequences per micro-batch; light: embedding "
-        "and head count as a layer each.\n"
-        "band: nine of ten measured runs lie in it. MFU: 6 (P - V D) and causal attention, of the dense peak.\n"
+        "and head count as a layer each."
+    )
+    if any(one.pp == 1 for one in shown):
+        stages = any(one.pp == 1 and one.virtual_stages > 1 for one in shown)
+        parts = "; v is then the number of parts of the layers whose gradients are reduced one at a time" * stages
+        yield f"none: no pipeline{parts}."
+    yield "band: nine of ten measured runs lie in it. MFU: 6 (P - V D) and causal attention, of the dense peak."
+    yield (
         "GiB (2^30 bytes): allocated at most, on this pipeline rank. "
         f"spare: what is left of {chip.hbm_bytes / GIB:.1f} - {RESERVED / GIB:.1f} GiB of one {chip.name} when the "
-        f"allocator has lost {allocator - 1:.0%} ({low - 1:.0%} to {high - 1:.0%} have been measured).\n"
-        f"Not counted: {_EXCLUDED}."
+        f"allocator has lost {allocator - 1:.0%} ({low - 1:.0%} to {high - 1:.0%} have been measured)."
     )
-    return Text(text, style="dim")
+    if not all(has_spare(problem, one) for one in shown):
+        yield f"!: it would not fit if the allocator lost the {high - 1:.0%}."
+    reasons = dict.fromkeys(reason.partition(": ")[2] for one in shown for reason in untrainable(problem, one))
+    if reasons:
+        yield f"*: `fourfold train` cannot run it ({'; '.join(reasons)})."
+    yield f"Not counted: {_EXCLUDED}."
 
 
 def _misses(misses: Iterable[NearMiss], *, pretty: bool) -> list[RenderableType]:
@@ -247,36 +273,32 @@ def _misses(misses: Iterable[NearMiss], *, pretty: bool) -> list[RenderableType]
     if not pretty:
         table = Table.grid(padding=(0, 2))
         for miss in misses:
-            table.add_row(f"{_words(miss.candidate)}", Text(miss.reason))
+            table.add_row(layout_words(miss.candidate), Text(miss.reason))
         return [Padding(table, (0, 0, 0, 2))]
     parts: list[RenderableType] = []
     for miss in misses:
         parts += [
-            Padding(Text(_words(miss.candidate)), (0, 0, 0, 2)),
+            Padding(Text(layout_words(miss.candidate)), (0, 0, 0, 2)),
             Padding(Text(miss.reason, style="dim"), (0, 0, 0, 4)),
         ]
     return parts
 
 
-def _words(one: Candidate) -> str:
-    again = "" if one.recompute == "none" else f", {one.recompute} recompute"
-    return f"{one.layout}, {pipeline_text(one)}, ZeRO-{one.zero}{again}"
-
-
 def _paper(plan: Plan, paper: PaperAnswer, theirs: Sequence[NearMiss], *, pretty: bool) -> list[RenderableType]:
     if paper.refusal is not None:
         return [Padding(Text(f"No layout: {paper.refusal}."), (0, 0, 0, 2))]
-    if plan.candidates and theirs and _words(plan.candidates[0]) == _words(theirs[0].candidate):
-        return [Padding(Text(f"{_words(theirs[0].candidate)}: the first of the layouts above"), (0, 0, 0, 2))]
+    if plan.candidates and theirs and layout_words(plan.candidates[0]) == layout_words(theirs[0].candidate):
+        return [Padding(Text(f"{layout_words(theirs[0].candidate)}: the first of the layouts above"), (0, 0, 0, 2))]
     if theirs:
         return _misses(theirs, pretty=pretty)
-    what = f"{paper.layout}, {paper.schedule} v{paper.virtual_stages}, ZeRO-{paper.zero}"
+    pipeline = "none" if paper.pp == 1 else f"{paper.schedule} v{paper.virtual_stages}"
+    what = f"{paper.layout}, {pipeline}, ZeRO-{paper.zero}"
     return [Padding(Text(what), (0, 0, 0, 2))]
 
 
 def _infeasible(found: Infeasible) -> RenderableType:
     lines: list[RenderableType] = [
-        Text("Nothing fits.", style="bold red"),
+        Text(found.headline, style="bold red"),
         Padding(Text(found.constraint), (0, 0, 0, 2)),
     ]
     if found.changes:

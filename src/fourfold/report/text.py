@@ -209,7 +209,8 @@ def _legend(what: Consequences) -> str:
     return (
         f"weights: {what.dtype}, gathered to compute with. gradients: float32 sums. "
         f"kept: float32 master weights{moments}{shared}. activations: with logits, and what is alive for a moment. "
-        "sum: at the rank's worst moment, where not every kind is at its peak; without buffers of messages and libraries. "
+        "sum: at the rank's worst moment, where not every kind is at its peak; without buffers of messages and "
+        "libraries. "
         "in flight: most (micro-batch, stage) pairs whose activations are alive at once."
     )
 
