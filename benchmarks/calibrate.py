@@ -1,10 +1,10 @@
 """Fit the planner's constants again, from the calibration half of the measured runs that come with it.
 
-    .venv/bin/python benchmarks/calibrate.py            # writes src/fourfold/planner/stacks/*.toml, in a few seconds
+    .venv/bin/python benchmarks/calibrate.py            # writes planner/timing/stacks/*.toml, in a few seconds
     .venv/bin/python benchmarks/calibrate.py --dry-run  # only prints the errors on both halves
     .venv/bin/python benchmarks/calibrate.py --left-out # fits without each source in turn, and predicts it
 
-All stacks and chips are fitted together: see `fourfold.planner.calibrate`.
+All stacks and chips are fitted together: see `fourfold.planner.measured.calibrate`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from fourfold.planner import stack as stack_module
-from fourfold.planner.calibrate import NINETY, CalibratedStack, calibrated, fit_project, runs_of
-from fourfold.planner.cluster import CHIPS, cluster
-from fourfold.planner.fitting import Fit, Report
 from fourfold.planner.jobs import Column, Order, Precision, Recompute, Split
-from fourfold.planner.measured import MEASUREMENTS, read
-from fourfold.planner.rows import MeasuredRow, is_calibration, jobs_of
-from fourfold.planner.stack import TRAITS, Stack
-from fourfold.planner.stack_file import chips_text, stack_text
+from fourfold.planner.machines.cluster import CHIPS, cluster
+from fourfold.planner.measured.calibrate import NINETY, CalibratedStack, calibrated, fit_project, runs_of
+from fourfold.planner.measured.fitting import Fit, Report
+from fourfold.planner.measured.rows import MeasuredRow, is_calibration, jobs_of
+from fourfold.planner.measured.stack_file import chips_text, stack_text
+from fourfold.planner.measured.tables import MEASUREMENTS, read
+from fourfold.planner.timing import stack as stack_module
+from fourfold.planner.timing.stack import TRAITS, Stack
 
 TABLES = ("published.csv", "a100_steps_multi_node.csv", "a100_steps_one_node.csv", "b200_rank_memory.csv")
 ALSO = ("bloom-chronicles", "sc21-table2")  # sources of quality B that have all that matters here

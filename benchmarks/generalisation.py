@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from calibrate import NAMES, build, fit_rows, is_fitted, llama3_rows, measured_rows
 
-from fourfold.planner.accuracy import predict
-from fourfold.planner.rows import MeasuredRow
-from fourfold.planner.scores import Score, score
-from fourfold.planner.stack import Stack, load_stack
+from fourfold.planner.measured.accuracy import predict
+from fourfold.planner.measured.rows import MeasuredRow
+from fourfold.planner.measured.scores import Score, score
+from fourfold.planner.timing.stack import Stack, load_stack
 
 
 def without(source: str, rows: Sequence[MeasuredRow]) -> dict[str, Stack]:

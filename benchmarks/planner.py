@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.planner.cluster import cluster
-from fourfold.planner.exact import Programs, play_exactly
-from fourfold.planner.judge import Swept, job_of, sweep
-from fourfold.planner.memory import peak_memory
-from fourfold.planner.problem import Problem
-from fourfold.planner.search import search
-from fourfold.planner.space import Space, space
-from fourfold.planner.step import step_time
+from fourfold.planner.machines.cluster import cluster
+from fourfold.planner.memory.peak import peak_memory
+from fourfold.planner.search.exact import Programs, play_exactly
+from fourfold.planner.search.judge import Swept, job_of, sweep
+from fourfold.planner.search.problem import Problem
+from fourfold.planner.search.search import search
+from fourfold.planner.search.space import Space, space
+from fourfold.planner.timing.step import step_time
 
 RATE_BAR, SPACE_BAR, SHELL_BAR = 100_000, 5.0, 1.0  # configurations a second, seconds, seconds
 JOBS = {

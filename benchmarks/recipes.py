@@ -14,13 +14,13 @@ import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fourfold.planner.as_recipe import layout_for_recipe, recipe_toml, trainable
-from fourfold.planner.cluster import cluster
-from fourfold.planner.differences import compare_with_paper, paper_candidate
-from fourfold.planner.judge import Candidate
-from fourfold.planner.paper import paper_layout
-from fourfold.planner.problem import Problem, parse_count
-from fourfold.planner.search import Plan, search
+from fourfold.planner.machines.cluster import cluster
+from fourfold.planner.reasons.as_recipe import layout_for_recipe, recipe_toml, trainable
+from fourfold.planner.reasons.differences import compare_with_paper, paper_candidate
+from fourfold.planner.search.judge import Candidate
+from fourfold.planner.search.paper import paper_layout
+from fourfold.planner.search.problem import Problem, parse_count
+from fourfold.planner.search.search import Plan, search
 
 HELD = ("tp", "cp", "pp", "virtual_stages", "micro_batch", "schedule", "zero", "recompute")
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fourfold.planner.cluster import cluster
 from fourfold.planner.jobs import Jobs, Order, Precision, Recompute, Split
+from fourfold.planner.machines.cluster import cluster
 
 LLAMAS = {"8b": (32, 4096, 14336, 32, 8), "70b": (80, 8192, 28672, 64, 8), "405b": (126, 16384, 53248, 128, 8)}
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from fourfold.planner.cluster import cluster
-from fourfold.planner.explain import explain
-from fourfold.planner.explanation import Explanation
-from fourfold.planner.problem import Problem
-from fourfold.planner.search import Plan, search
+from fourfold.planner.machines.cluster import cluster
+from fourfold.planner.reasons.explain import explain
+from fourfold.planner.reasons.explanation import Explanation
+from fourfold.planner.search.problem import Problem
+from fourfold.planner.search.search import Plan, search
 
 M = 1 << 20
 

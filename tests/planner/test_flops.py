@@ -22,7 +22,7 @@ from fourfold.planner.flops import (
     training_flops,
 )
 from fourfold.planner.jobs import Jobs
-from fourfold.planner.measured import MEASUREMENTS
+from fourfold.planner.measured.tables import MEASUREMENTS
 from fourfold.recipe import ModelConfig, preset
 
 TINY = preset("tiny")  # 8 layers, width 64, 4 heads of 16, 2 key-value heads, FFN 128, vocabulary 260

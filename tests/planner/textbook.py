@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fourfold.planner.thresholds import gather_seconds, intensity
+from fourfold.planner.reasons.thresholds import gather_seconds, intensity
 
 
 def seconds_at_mfu(flops: float, *, gpus: int, peak: float, mfu: float) -> float:

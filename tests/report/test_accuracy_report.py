@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 
-from fourfold.planner.accuracy import Accuracy, Bar, LayoutGroup
-from fourfold.planner.calibrate import CalibratedStack
-from fourfold.planner.memory_accuracy import FitScore, MemoryScore
-from fourfold.planner.scores import Score
-from fourfold.planner.stack import CONSTANT_UNITS, load_stack
+from fourfold.planner.measured.accuracy import Accuracy, Bar, LayoutGroup
+from fourfold.planner.measured.calibrate import CalibratedStack
+from fourfold.planner.measured.memory_accuracy import FitScore, MemoryScore
+from fourfold.planner.measured.scores import Score
+from fourfold.planner.timing.stack import CONSTANT_UNITS, load_stack
 from fourfold.report.accuracy import accuracy_text, print_accuracy, print_calibration
 
 NOTHING = Score(0, None, None, None, None)

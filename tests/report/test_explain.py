@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from fourfold.planner.explanation import Figure, Unit
+from fourfold.planner.reasons.explanation import Figure, Unit
 from fourfold.report.explain import explanation_text, figure_text, print_explanation
 from tests.planner.planned import M, explained
 

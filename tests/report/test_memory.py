@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fourfold.planner.chips import GIB
-from fourfold.planner.walk import RankMemory
+from fourfold.planner.machines.chips import GIB
+from fourfold.planner.memory.walk import RankMemory
 from fourfold.report.memory import memory_table
 from fourfold.report.plan import as_plain
 

@@ -10,8 +10,8 @@ import pytest
 from rich.text import Text
 
 from fourfold.planner.jobs import Precision
-from fourfold.planner.problem import Problem
-from fourfold.planner.search import Plan, search
+from fourfold.planner.search.problem import Problem
+from fourfold.planner.search.search import Plan, search
 from fourfold.report.plan import as_plain, plan_text, print_plan, seconds_text, spare_bytes
 from tests.planner.planned import M, job, plan_of
 

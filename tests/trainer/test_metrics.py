@@ -114,7 +114,10 @@ def test_an_mfu_above_one_is_a_fault_of_the_table(tmp_path: Path, capsys: pytest
             reporter.report(replace(STEP, step=step, mfu_6p=1.1, mfu_attention=1.25))
     said = capsys.readouterr().out
     assert (
-        said.count("MFU is 1.25, which cannot be: the peak of this GPU in fourfold/planner/hardware.py is wrong") == 1
+        said.count(
+            "MFU is 1.25, which cannot be: the peak of this GPU in fourfold/planner/machines/hardware.py is wrong"
+        )
+        == 1
     )
 
 

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from fourfold.cli.errors import RUN_FAILED, USER_ERROR, fail
 
 if TYPE_CHECKING:
-    from fourfold.planner.search import Plan
+    from fourfold.planner.search.search import Plan
 
 Flag = Annotated[bool, Parameter(negative=())]
 
@@ -75,8 +75,8 @@ def plan(
     recipe_out
         Write the best layout that `fourfold train` can run as a recipe.
     """
-    from fourfold.planner.problem import asked_problem
-    from fourfold.planner.search import search
+    from fourfold.planner.search.problem import asked_problem
+    from fourfold.planner.search.search import search
     from fourfold.recipe import RecipeError
 
     gc.disable()  # all that is made here lives until the end, and looking for garbage in it takes a tenth of the time
@@ -101,7 +101,7 @@ def plan(
         return fail(error, USER_ERROR)
     _show(found, explain=explain, as_json=as_json)
     if recipe_out is not None:
-        from fourfold.planner.as_recipe import layout_for_recipe, recipe_sentence, write_recipe
+        from fourfold.planner.reasons.as_recipe import layout_for_recipe, recipe_sentence, write_recipe
 
         try:
             written = layout_for_recipe(found)
@@ -127,11 +127,11 @@ def _show(found: Plan, *, explain: bool, as_json: bool) -> None:
     """Prints a plan, with its reasons if they are wanted."""
     reasons = None
     if explain:
-        from fourfold.planner.explain import explain as explained
+        from fourfold.planner.reasons.explain import explain as explained
 
         reasons = explained(found)
     if as_json:
-        from fourfold.planner.plan_json import plan_json
+        from fourfold.planner.reasons.plan_json import plan_json
 
         print(json.dumps(plan_json(found, reasons)))
         return
@@ -168,7 +168,7 @@ def accuracy(
     as_json
         Print one JSON object instead of tables.
     """
-    from fourfold.planner.accuracy import accuracy_json, score_tables
+    from fourfold.planner.measured.accuracy import accuracy_json, score_tables
     from fourfold.report.accuracy import print_accuracy
 
     try:
@@ -202,7 +202,7 @@ def calibrate(
     name
         Of the new stack; default: the name of the file.
     """
-    from fourfold.planner.calibrate import calibrate_files
+    from fourfold.planner.measured.calibrate import calibrate_files
     from fourfold.report.accuracy import print_calibration
 
     try:

@@ -13,7 +13,7 @@ from fourfold.planner.arithmetic import (
 )
 from fourfold.planner.consequences import Consequences, LaterPhase, RankConsequences, consequences
 from fourfold.planner.flops import ModelFlops, causal_pairs, model_flops
-from fourfold.planner.hardware import GPUS, Gpu, find_gpu
+from fourfold.planner.machines.hardware import GPUS, Gpu, find_gpu
 
 __all__ = [
     "GPUS",

@@ -15,10 +15,10 @@ from fourfold.planner.arithmetic import (
     moments_per_parameter,
     rank_bytes,
 )
-from fourfold.planner.memory import RESERVED
+from fourfold.planner.memory.peak import RESERVED
+from fourfold.planner.memory.walk import RankMemory
 from fourfold.planner.run_memory import run_memory
 from fourfold.planner.run_time import run_cluster, run_seconds
-from fourfold.planner.walk import RankMemory
 from fourfold.recipe import Phase, RunPlan
 
 

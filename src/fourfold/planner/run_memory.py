@@ -9,9 +9,9 @@ import numpy as np
 
 from fourfold.planner.arithmetic import FP32, count_stages, moments_per_parameter
 from fourfold.planner.jobs import Jobs, Order, Precision, Recompute, Split
-from fourfold.planner.memory import ALLOCATOR
-from fourfold.planner.saved import load_rules
-from fourfold.planner.walk import RankMemory, StageBytes, stage_bytes, walk
+from fourfold.planner.memory.peak import ALLOCATOR
+from fourfold.planner.memory.saved import load_rules
+from fourfold.planner.memory.walk import RankMemory, StageBytes, stage_bytes, walk
 from fourfold.recipe import Phase, RunPlan
 
 PRECISIONS = {"float32": Precision.FP32, "bfloat16": Precision.BF16}

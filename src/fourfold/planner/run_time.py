@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fourfold.layout import compile_program
-from fourfold.planner.cluster import Cluster, cluster
-from fourfold.planner.exact import once_per_step, stage_seconds
+from fourfold.planner.machines.cluster import Cluster, cluster
 from fourfold.planner.run_memory import PRECISIONS, job_of
-from fourfold.planner.stack import load_stack
-from fourfold.planner.step import parts
+from fourfold.planner.search.exact import once_per_step, stage_seconds
+from fourfold.planner.timing.stack import load_stack
+from fourfold.planner.timing.step import parts
 from fourfold.recipe import RecipeError, RunPlan
 from fourfold.recipe.errors import Problem
 

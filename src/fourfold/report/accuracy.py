@@ -12,11 +12,11 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.planner.accuracy import Accuracy, Bar, LayoutGroup
-from fourfold.planner.calibrate import CalibratedStack
-from fourfold.planner.memory_accuracy import FitScore, MemoryScore
-from fourfold.planner.scores import Score
-from fourfold.planner.stack import CONSTANT_UNITS
+from fourfold.planner.measured.accuracy import Accuracy, Bar, LayoutGroup
+from fourfold.planner.measured.calibrate import CalibratedStack
+from fourfold.planner.measured.memory_accuracy import FitScore, MemoryScore
+from fourfold.planner.measured.scores import Score
+from fourfold.planner.timing.stack import CONSTANT_UNITS
 
 _PLAIN_WIDTH = 1000  # characters; plain output is never wrapped
 _NONE = "-"

@@ -14,8 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.planner.explanation import Comparison, Explanation, Figure, Section
-from fourfold.planner.walk import RankMemory
+from fourfold.planner.memory.walk import RankMemory
+from fourfold.planner.reasons.explanation import Comparison, Explanation, Figure, Section
 from fourfold.report.memory import MEMORY_LEGEND, memory_table
 from fourfold.report.plan import as_plain, seconds_text
 from fourfold.report.text import format_bytes, format_count

@@ -7,8 +7,8 @@ from itertools import groupby
 
 from rich.table import Table
 
-from fourfold.planner.chips import GIB
-from fourfold.planner.walk import RankMemory
+from fourfold.planner.machines.chips import GIB
+from fourfold.planner.memory.walk import RankMemory
 
 MEMORY_LEGEND = (
     "GiB. in flight: most (micro-batch, stage) pairs whose activations are alive at once; other: gathered keys and "

@@ -17,16 +17,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.planner.as_recipe import has_spare, named_cluster, untrainable
-from fourfold.planner.chips import GIB
-from fourfold.planner.infeasible import Infeasible
-from fourfold.planner.judge import Candidate
-from fourfold.planner.memory import RESERVED
-from fourfold.planner.misses import NearMiss
-from fourfold.planner.paper import PaperAnswer, paper_layout
-from fourfold.planner.problem import Problem
-from fourfold.planner.search import Plan
-from fourfold.planner.words import layout_words, many, pipeline_words
+from fourfold.planner.machines.chips import GIB
+from fourfold.planner.memory.peak import RESERVED
+from fourfold.planner.reasons.as_recipe import has_spare, named_cluster, untrainable
+from fourfold.planner.search.infeasible import Infeasible
+from fourfold.planner.search.judge import Candidate
+from fourfold.planner.search.misses import NearMiss
+from fourfold.planner.search.paper import PaperAnswer, paper_layout
+from fourfold.planner.search.problem import Problem
+from fourfold.planner.search.search import Plan
+from fourfold.planner.search.words import layout_words, many, pipeline_words
 
 PLAIN_WIDTH = 4000  # characters; plain sentences are never wrapped
 LEGEND_WIDTH = 120  # characters of a line of the legend, which no program reads

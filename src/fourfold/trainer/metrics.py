@@ -174,7 +174,7 @@ class Reporter:
         self._peak_doubted = True
         self._console.print(
             f"MFU is {metrics.mfu_attention:.2f}, which cannot be: "
-            "the peak of this GPU in fourfold/planner/hardware.py is wrong"
+            "the peak of this GPU in fourfold/planner/machines/hardware.py is wrong"
         )
 
 

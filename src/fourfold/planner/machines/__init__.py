@@ -1,0 +1,1 @@
+"""GPUs and clusters: peaks, memory and bandwidths, each with its source."""

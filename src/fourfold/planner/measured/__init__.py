@@ -1,0 +1,1 @@
+"""Measured runs, predictions scored against them, and constants fitted to them."""

@@ -1,0 +1,1 @@
+"""What a plan says of itself: sections of an explanation, bounds, cost, JSON, recipes."""

@@ -1,0 +1,1 @@
+"""Seconds per step: layers, collectives, what is exposed, and the constants of software stacks."""
