@@ -36,9 +36,9 @@ PER_GRID = 4  # of them with the same (tp, cp, pp, dp)
 PER_FAMILY = 2  # of them that differ in the order of work alone, each with its best stages, nc and split
 LAST_RESORT = 300  # that are played until one fits
 LOOKED_AT = 20_000  # of the fastest, to find finalists among
-MOST_ACTIONS = 40_000  # played in all, once `top` layouts are found
+MOST_ACTIONS = 25_000  # played in all, once `top` layouts are found
 PARETO = 12  # points that are shown
-SLOWEST = 1.5  # times the fastest that fits: what is slower is not looked at any further
+SLOWEST = 1.4  # times the fastest that fits: what is slower is not looked at any further
 
 __all__ = ["Candidate", "NearMiss", "Plan", "search"]
 
@@ -58,7 +58,7 @@ class Plan:
     feasible: int
     """Those of them that fit."""
     slow: int
-    """Layouts that take more than 1.5 times as long as the fastest that fits, of which memory was not asked."""
+    """Layouts that take more than 1.4 times as long as the fastest that fits, of which memory was not asked."""
     hopeless: int
     """Layouts left out because weights and optimizer state alone are too large."""
     played: int
