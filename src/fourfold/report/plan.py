@@ -248,7 +248,7 @@ def _legend_lines(plan: Plan) -> Iterator[str]:
     low, high = problem.stack.allocator_band
     yield (
         "v: virtual stages per rank; nc: consecutive micro-batches; mb: sequences per micro-batch; light: embedding "
-        "and head count as a layer each."
+        "and head count as a layer each. Of layouts that hardly differ a few are shown; a percent or two is a tie."
     )
     if any(one.pp == 1 for one in shown):
         stages = any(one.pp == 1 and one.virtual_stages > 1 for one in shown)

@@ -136,18 +136,18 @@ def _play(
     programs: Programs,
 ) -> dict[int, Exact]:
     """By row, those that fit when played, fastest first: of `kinds`, so that no near miss beats the answer, and of the
-    finalists (`first`) as many as can be played in a moment."""
+    finalists (`first`), the fastest, `top` that fit and as many more as can be played in a moment."""
     rows: list[int] = []
     exacts: list[Exact] = []
     usable = allocatable_bytes(problem)
     # Should none of them fit after all, those behind them are tried.
-    sure, certain = set(kinds), [*dict.fromkeys([*kinds, *first])]
+    sure, certain, finalists = set(kinds), [*dict.fromkeys([*kinds, *first])], set(first)
     others = [row for row in order[:LAST_RESORT].tolist() if row not in certain]
     played_of_kinds = 0
     for number, row in enumerate([*certain, *others]):
         if number == len(sure):
             played_of_kinds = programs.actions
-        enough = len(rows) >= top and programs.actions - played_of_kinds > MOST_ACTIONS
+        enough = len(finalists.intersection(rows)) >= top and programs.actions - played_of_kinds > MOST_ACTIONS
         if number >= len(sure) and (enough or (rows and number >= len(certain))):
             break
         job = job_of(problem, layouts, row)
