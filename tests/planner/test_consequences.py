@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from fourfold.planner import Consequences, consequences
-from fourfold.recipe import check, from_table
+from fourfold.planner.machines.cluster import cluster
+from fourfold.planner.reasons.differences import paper_candidate
+from fourfold.planner.search.paper import paper_layout
+from fourfold.planner.search.problem import Problem
+from fourfold.recipe import RecipeError, check, from_table
 
 
 def of(**sections: dict[str, Any]) -> Consequences:
@@ -121,3 +125,41 @@ def test_no_torch() -> None:
     """`fourfold plan` must answer at once."""
     code = "import sys, fourfold.report, fourfold.planner, fourfold.recipe; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class TestWhereTheGpuIsKnown:
+    """A recipe that names its GPU is told how long a step takes, and whether it fits."""
+
+    def meta(self, **cluster: Any) -> Consequences:
+        return of(
+            model={"preset": "llama3-405b"},
+            layout={"tp": 8, "pp": 16, "dp": 128},
+            pipeline={"virtual_stages": 8, "split": "ends_light"},
+            batch={"sequences": 2048, "seq_len": 8192},
+            train={"dtype": "bfloat16"},
+            cluster=cluster,
+        )
+
+    def test_llama3_on_16384_h100(self) -> None:
+        """The paper's own layout and speed: 400 TFLOP/s are 6.2 to 6.5 s a step (facts.md 5.2)."""
+        assert self.meta(gpu="h100").step_seconds == pytest.approx(6.35, rel=0.05)
+
+    def test_as_the_plan_says_it(self) -> None:
+        """`fourfold train` and `fourfold plan` promise the same: two ways to the same schedule, played."""
+        problem = Problem.of(model="llama3-405b", cluster=cluster("h100", 16384), seq_len=8192, sequences=2048)
+        planned = paper_candidate(problem, paper_layout(problem))
+        assert self.meta(gpu="h100").step_seconds == pytest.approx(planned.step_seconds, rel=1e-6)
+
+    def test_room(self) -> None:
+        """An 80 GB H100 has 79.1 GiB for programs, of which 1 GiB is CUDA's and NCCL's (algorithms.md 3.10)."""
+        assert self.meta(gpu="h100").usable_bytes == pytest.approx(78.1 * 2**30)
+
+    def test_nothing_is_said_of_what_is_not_known(self) -> None:
+        unnamed = self.meta()
+        assert (unnamed.step_seconds, unnamed.usable_bytes) == (None, None)
+        assert of(cluster={"gpu": "h100"}, train={"device": "cpu"}).step_seconds is None
+        assert of(cluster={"gpu": "h100"}, train={"freeze": ["layers.0"]}).step_seconds is None
+
+    def test_an_unknown_gpu_is_refused(self) -> None:
+        with pytest.raises(RecipeError, match=r'cluster.gpu = "h1000".*nearest legal: "h100"'):
+            self.meta(gpu="h1000")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fourfold.layout import Schedule, play
+from fourfold.layout import Schedule, Timeline, play
 from fourfold.planner.arithmetic import (
     Bytes,
     StageCount,
@@ -98,7 +98,8 @@ def consequences(plan: RunPlan) -> Consequences:
         RecipeError: ``cluster.gpu`` is not known.
     """
     recipe, config, schedule, grid = plan.recipe, plan.config, plan.schedule, plan.grid
-    timeline, machines = play(schedule), run_cluster(plan)
+    machines = run_cluster(plan)
+    timelines = [play(phase.schedule) for phase in plan.phases]
     freeze = recipe.train.freeze
     counts = count_stages(config, plan.stages, tp=grid.tp, num_shards=grid.dp * grid.cp, freeze=freeze)
     return Consequences(
@@ -123,27 +124,27 @@ def consequences(plan: RunPlan) -> Consequences:
         virtual_stages=schedule.v,
         nc=schedule.nc,
         rounds=schedule.rounds,
-        bubble_over_compute=timeline.bubble_over_compute,
-        bubble_over_total=timeline.bubble_over_total,
+        bubble_over_compute=timelines[0].bubble_over_compute,
+        bubble_over_total=timelines[0].bubble_over_total,
         fallback=schedule.fallback,
         zero=plan.zero,
         zero_reason=plan.zero_reason,
         num_frozen_stages=schedule.num_frozen_stages,
-        ranks=tuple(_rank(plan, memory, counts) for memory in run_memory(plan)),
-        later_phases=tuple(map(_later, plan.phases[1:])),
-        step_seconds=run_seconds(plan),
+        ranks=tuple(_rank(plan, memory, counts) for memory in run_memory(plan, timelines)),
+        later_phases=tuple(map(_later, plan.phases[1:], timelines[1:])),
+        step_seconds=run_seconds(plan, machines, timelines[0].program),
         usable_bytes=None if machines is None else machines.chip.hbm_bytes - RESERVED,
     )
 
 
-def _later(phase: Phase) -> LaterPhase:
+def _later(phase: Phase, timeline: Timeline) -> LaterPhase:
     return LaterPhase(
         after_tokens=phase.after_tokens,
         sequences=phase.sequences,
         seq_len=phase.seq_len,
         num_micro_batches=phase.num_micro_batches,
         schedule=phase.schedule.kind,
-        bubble_over_total=play(phase.schedule).bubble_over_total,
+        bubble_over_total=timeline.bubble_over_total,
         fallback=phase.schedule.fallback,
         zero_reason=phase.zero_reason,
     )

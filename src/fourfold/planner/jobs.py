@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fourfold.recipe import ModelConfig
 
 Column = NDArray[Any]
 
@@ -27,6 +29,11 @@ class Precision(IntEnum):
     FP8 = 3
     MXFP8 = 4
     FP4 = 5
+
+    @property
+    def bits(self) -> int:
+        """Of one number."""
+        return (32, 16, 16, 8, 8, 4)[self]
 
 
 class Order(IntEnum):
@@ -75,6 +82,10 @@ RECOMPUTE_NAMES = {
     Recompute.FEED_FORWARD: "feed-forward",
     Recompute.FULL: "full",
 }
+
+
+TRAINED_IN: dict[Literal["float32", "bfloat16"], Precision] = {"float32": Precision.FP32, "bfloat16": Precision.BF16}
+"""What the trainer computes in, by `train.dtype`."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +205,23 @@ class Jobs:
 
     def _columns(self) -> list[tuple[str, Column]]:
         return [(field.name, getattr(self, field.name)) for field in fields(self)]
+
+
+def model_columns(config: ModelConfig) -> dict[str, Any]:
+    """The columns that say what the model is."""
+    return {
+        "layers": config.num_layers,
+        "dim": config.dim,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "ffn_dim": config.ffn_dim,
+        "gated": True,
+        "vocab": config.vocab_size,
+        "padded_vocab": config.padded_vocab,
+        "tied": config.tied,
+        "positions": 0,
+    }
 
 
 def layer_parameters(jobs: Jobs) -> tuple[Column, Column]:

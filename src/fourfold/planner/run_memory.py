@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from fourfold.layout import Timeline
 from fourfold.planner.arithmetic import FP32, count_stages, moments_per_parameter
-from fourfold.planner.jobs import Jobs, Order, Precision, Recompute, Split
+from fourfold.planner.jobs import TRAINED_IN, Jobs, Order, Recompute, Split, model_columns
 from fourfold.planner.memory.peak import ALLOCATOR
 from fourfold.planner.memory.saved import load_rules
 from fourfold.planner.memory.walk import RankMemory, StageBytes, stage_bytes, walk
 from fourfold.recipe import Phase, RunPlan
-
-PRECISIONS = {"float32": Precision.FP32, "bfloat16": Precision.BF16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +25,25 @@ class Trainer:
     allocator: float = ALLOCATOR
 
 
-def run_memory(plan: RunPlan) -> tuple[RankMemory, ...]:
+def run_memory(plan: RunPlan, timelines: Sequence[Timeline] | None = None) -> tuple[RankMemory, ...]:
     """Every pipeline rank's peak, in the phase of the run in which it is highest.
+
+    `timelines`: of each phase's schedule, to say when that is; None: those of unit durations.
 
     Parameters are exact, with frozen ones and the rounding of shards; activations are those of `saved`'s inventory,
     which the trainer's functions keep. Not in it: what an attention kernel needs for a moment, and NCCL's buffers.
     """
-    phases = [_phase_memory(plan, phase) for phase in plan.phases]
+    played = timelines or [None] * len(plan.phases)
+    phases = [_phase_memory(plan, *phase) for phase in zip(plan.phases, played, strict=True)]
     return tuple(max(ranks, key=lambda rank: rank.total) for ranks in zip(*phases, strict=True))
 
 
-def _phase_memory(plan: RunPlan, phase: Phase) -> tuple[RankMemory, ...]:
+def _phase_memory(plan: RunPlan, phase: Phase, timeline: Timeline | None) -> tuple[RankMemory, ...]:
     trainer = Trainer()
     rules = load_rules(trainer.saved_set)
     job = job_of(plan, phase)
     held = stage_bytes(job, plan.stages, rules)
-    return walk(job, phase.schedule, plan.stages, None, trainer, rules=rules, held=_exact(plan, phase, held))
+    return walk(job, phase.schedule, plan.stages, timeline, trainer, rules=rules, held=_exact(plan, phase, held))
 
 
 def _exact(plan: RunPlan, phase: Phase, held: StageBytes) -> StageBytes:
@@ -65,20 +68,10 @@ def _exact(plan: RunPlan, phase: Phase, held: StageBytes) -> StageBytes:
 
 def job_of(plan: RunPlan, phase: Phase) -> Jobs:
     """The columns that memory depends on; those of the machine are 0."""
-    config, grid, schedule = plan.config, plan.grid, phase.schedule
+    grid, schedule = plan.grid, phase.schedule
     order = Order.AFAB if schedule.kind == "afab" else Order.ONE_F_ONE_B if schedule.v == 1 else Order.FLEXIBLE
     return Jobs.of(
-        layers=config.num_layers,
-        dim=config.dim,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        ffn_dim=config.ffn_dim,
-        gated=True,
-        vocab=config.vocab_size,
-        padded_vocab=config.padded_vocab,
-        tied=config.tied,
-        positions=0,
+        **model_columns(plan.config),
         seq_len=phase.seq_len,
         sequences=phase.sequences,
         pairs=phase.seq_len * (phase.seq_len + 1) // 2,
@@ -96,7 +89,7 @@ def job_of(plan: RunPlan, phase: Phase) -> Jobs:
         sequence_parallel=grid.tp > 1,
         recompute=Recompute.NONE,
         recomputed_layers=0.0,
-        precision=PRECISIONS[plan.recipe.train.dtype],
+        precision=TRAINED_IN[plan.recipe.train.dtype],
         gradient_bytes=FP32,
         reduce_bytes=FP32,
         fused_attention=True,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fourfold.layout import compile_program
+from fourfold.layout.play import Program
+from fourfold.planner.jobs import TRAINED_IN
 from fourfold.planner.machines.cluster import Cluster, cluster
-from fourfold.planner.run_memory import PRECISIONS, job_of
+from fourfold.planner.run_memory import job_of
 from fourfold.planner.search.exact import once_per_step, stage_seconds
 from fourfold.planner.timing.stack import load_stack
 from fourfold.planner.timing.step import parts
@@ -12,29 +13,28 @@ from fourfold.recipe import RecipeError, RunPlan
 from fourfold.recipe.errors import Problem
 
 
-def run_seconds(plan: RunPlan) -> float | None:
-    """Seconds of a step in the first phase, its schedule played; None if the recipe names no GPU, runs on CPU, or
-    freezes parameters, of which the time model knows nothing.
-
-    Raises:
-        RecipeError: ``cluster.gpu`` is neither a chip that the planner knows nor a readable file.
-    """
-    machines = run_cluster(plan)
+def run_seconds(plan: RunPlan, machines: Cluster | None, program: Program) -> float | None:
+    """Seconds of a step in the first phase, its schedule (`program`) played; None if the recipe names no GPU, runs on
+    CPU, or freezes parameters, of which the time model knows nothing."""
     if machines is None or plan.recipe.train.device == "cpu" or plan.recipe.train.freeze:
         return None
     try:
-        hardware = machines.columns(PRECISIONS[plan.recipe.train.dtype])
+        hardware = machines.columns(TRAINED_IN[plan.recipe.train.dtype])
     except ValueError:  # a chip without these numbers
         return None
     job = job_of(plan, plan.phases[0]).replace(**hardware)
     pieces = parts(job, load_stack("standard"))
     forward, backward = stage_seconds(pieces, plan.stages)
-    pipeline = compile_program(plan.schedule).play(forward=forward, backward=backward, message=float(pieces.message))
+    pipeline = program.play(forward=forward, backward=backward, message=float(pieces.message))
     return float(pieces.inflation * (pipeline.step_time + once_per_step(pieces)))
 
 
 def run_cluster(plan: RunPlan) -> Cluster | None:
-    """The machines of a recipe; None if it does not say. RecipeError if they are unknown."""
+    """The machines of a recipe; None if it does not say.
+
+    Raises:
+        RecipeError: ``cluster.gpu`` is neither a chip that the planner knows nor a readable file.
+    """
     gpu = plan.recipe.cluster.gpu
     if gpu is None:
         return None

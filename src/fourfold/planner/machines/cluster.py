@@ -120,18 +120,8 @@ def _network(chip: Chip) -> dict[str, Any]:
 def _nearest_precision(precision: Precision, chip: Chip) -> str:
     """The legal precision of next as many bits; bf16 before fp16."""
     legal = [p for p in Precision if p.name.lower() in chip.peaks]
-    best = min(legal, key=lambda p: (abs(_BITS[p] - _BITS[precision]), p is Precision.FP16))
+    best = min(legal, key=lambda p: (abs(p.bits - precision.bits), p is Precision.FP16))
     return show(best.name.lower())
-
-
-_BITS = {
-    Precision.FP32: 32,
-    Precision.FP16: 16,
-    Precision.BF16: 16,
-    Precision.FP8: 8,
-    Precision.MXFP8: 8,
-    Precision.FP4: 4,
-}
 
 
 # --- A cluster from a file ---

@@ -179,7 +179,7 @@ def predict(
             half="calibrated" if is_calibration(row.group) else "reported",
             setting=row.setting,
             layout=tuple(float(row.columns[name]) for name in _LAYOUT),
-            bits=_BITS[Precision(row.columns["precision"])],
+            bits=Precision(row.columns["precision"]).bits,
         )
         for row, kind, seconds, (low, high) in zip(rows, kinds, predicted, bands, strict=True)
     ]
@@ -210,15 +210,6 @@ def accuracy_json(accuracy: Accuracy) -> dict[str, Any]:
 
 
 # --- Sets of rows ---
-
-_BITS = {
-    Precision.FP32: 32,
-    Precision.FP16: 16,
-    Precision.BF16: 16,
-    Precision.FP8: 8,
-    Precision.MXFP8: 8,
-    Precision.FP4: 4,
-}
 
 
 def _dense_a(row: Prediction) -> bool:

@@ -11,9 +11,9 @@ import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from fourfold.planner.jobs import Precision
+from fourfold.planner.jobs import TRAINED_IN
 from fourfold.planner.machines.chips import GIB
 from fourfold.planner.memory.peak import RESERVED
 from fourfold.planner.reasons.cost import HOUR, checkpointing
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 SCHEDULES = ("afab", "1f1b", "interleaved", "flexible")
 """Kinds of pipeline schedules that the trainer runs."""
-_DTYPES: dict[Precision, Literal["float32", "bfloat16"]] = {Precision.BF16: "bfloat16", Precision.FP32: "float32"}
+_DTYPES = {precision: dtype for dtype, precision in TRAINED_IN.items()}
 _LOOKED_AT = 30  # of the fastest layouts, for one that has memory to spare
 _SET_ME = "/path/to/tokens"
 _WIDTH = 112  # characters of a command's line in the head

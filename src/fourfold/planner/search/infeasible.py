@@ -18,7 +18,7 @@ from fourfold.planner.memory.peak import peak_memory
 from fourfold.planner.search.contradictions import contradiction, runs_as_afab, unfilled_node
 from fourfold.planner.search.exact import play_exactly
 from fourfold.planner.search.judge import Candidate, allocatable_bytes, candidate, job_of, ranking, sweep
-from fourfold.planner.search.misses import BYTES_WORDS
+from fourfold.planner.search.misses import largest_parts
 from fourfold.planner.search.problem import DIMENSIONS, Problem
 from fourfold.planner.search.space import Space, has_grid, space, tensor_degrees
 from fourfold.planner.search.words import layout_words
@@ -132,14 +132,12 @@ def _memory(problem: Problem, layouts: Space) -> np.ndarray:
 def _binding(problem: Problem, leanest: Candidate) -> str:
     """The largest part of the memory of the layout that lacks least."""
     usable = allocatable_bytes(problem)
-    largest = sorted(leanest.memory_parts.items(), key=lambda item: -item[1])[:3]
-    what = ", ".join(f"{size / GIB:.1f} GiB of {BYTES_WORDS[name]}" for name, size in largest)
     within = f" with {_limits(problem)}" if problem.limits else ""
     return (
         f"memory: of all layouts{within}, the one that needs least ({leanest.layout}, ZeRO-{leanest.zero}, "
         f"recomputation {leanest.recompute}, micro-batch {leanest.micro_batch}) allocates "
         f"{leanest.memory_bytes / GIB:.1f} GiB on pipeline rank {leanest.worst_rank}, and an "
-        f"{problem.cluster.chip.name} has room for {usable / GIB:.1f}: {what}"
+        f"{problem.cluster.chip.name} has room for {usable / GIB:.1f}: {largest_parts(leanest, 3)}"
     )
 
 
@@ -252,8 +250,6 @@ def _with_chip(problem: Problem, chip: Chip) -> Cluster:
 def _larger_memory(problem: Problem) -> Iterator[Change]:
     """The GPU with least memory with which it fits."""
     here = problem.cluster.chip
-    if not len(space(problem, hopeful=False)):
-        return
     for chip in sorted(CHIPS, key=lambda chip: (chip.hbm_bytes, chip.name)):
         if (
             chip.hbm_bytes > here.hbm_bytes
@@ -281,8 +277,6 @@ def _shorter(problem: Problem) -> Iterator[Change]:
 def _other_batch(problem: Problem) -> Iterator[Change]:
     """Where no layout is legal: of the nearest few batches with which one is, and fits, the one with most tokens per
     second; of those that are about as fast, the nearest."""
-    if len(space(problem, hopeful=False)):
-        return
     best: Change | None = None
     close, looked = max(2, problem.sequences // NEARBY), 0
     for distance in range(1, min(problem.gpus, problem.sequences + MOST_COUNTS) + 1):
@@ -307,8 +301,6 @@ def _rate(change: Change) -> float:
 
 def _fewer_gpus(problem: Problem) -> Iterator[Change]:
     """Where no layout is legal: the largest number of GPUs below with which one is, and fits."""
-    if len(space(problem, hopeful=False)):
-        return
     node = problem.cluster.gpus_per_node
     step = node if problem.gpus > node else 1
     for gpus in range((problem.gpus - 1) // step * step, 0, -step)[:64]:

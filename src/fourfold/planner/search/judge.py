@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fourfold.planner.flops import model_flops_per_step
 from fourfold.planner.jobs import ORDER_NAMES, RECOMPUTE_NAMES, Column, Jobs, Order, Recompute, Split, model_parameters
-from fourfold.planner.memory.peak import PARTS, RESERVED, peak_memory
+from fourfold.planner.memory.peak import PARTS, RESERVED, Memory, peak_memory
 from fourfold.planner.search.exact import Exact, once_per_step
 from fourfold.planner.search.problem import SPLIT_NAMES, Problem
 from fourfold.planner.search.space import CHUNK, LAYOUT, Space
@@ -219,11 +219,10 @@ def candidates(problem: Problem, jobs: Jobs, exacts: Sequence[Exact] | None = No
     time = step_time(jobs, problem.stack, pieces)
     pipeline = listed(time.seconds / pieces.inflation - once_per_step(pieces))
     computing = listed(computing_seconds(jobs, pieces))
-    held = peak_memory(jobs, problem.stack)
+    held = _walked(exacts) if exacts else _by_closed_form(peak_memory(jobs, problem.stack), number)
     breakdown = {name: listed(part) for name, part in time.breakdown().items()}
-    bytes_of = {name: listed(getattr(held, name)) for name in PARTS}
     layout = {name: listed(getattr(jobs, name)) for name in LAYOUT}
-    seconds, allocated, worst = listed(time.seconds), listed(held.allocated), listed(held.worst_rank)
+    seconds = listed(time.seconds)
     flops, sixfold = listed(model_flops_per_step(jobs)), listed(6.0 * model_parameters(jobs) * jobs.tokens)
     peak, slow = listed(jobs.gpus * jobs.peak), listed(1 - 1 / pieces.inflation)
     return [
@@ -232,9 +231,7 @@ def candidates(problem: Problem, jobs: Jobs, exacts: Sequence[Exact] | None = No
             {name: column[i] for name, column in layout.items()},
             seconds=seconds[i],
             breakdown={name: column[i] for name, column in breakdown.items()},
-            memory=round(allocated[i]),
-            worst_rank=int(worst[i]),
-            memory_parts={name: column[i] for name, column in bytes_of.items()},
+            held=held[i],
             flops=(flops[i], sixfold[i]),
             peak=peak[i],
             pipeline=(pipeline[i], computing[i]),
@@ -245,15 +242,36 @@ def candidates(problem: Problem, jobs: Jobs, exacts: Sequence[Exact] | None = No
     ]
 
 
+class _Held(NamedTuple):
+    """Memory of a layout's fullest rank."""
+
+    allocated: int
+    worst_rank: int
+    parts: dict[str, float]
+
+
+def _walked(exacts: Sequence[Exact]) -> list[_Held]:
+    return [
+        _Held(one.memory_bytes, one.worst_rank, {name: getattr(one.ranks[one.worst_rank], name) for name in PARTS})
+        for one in exacts
+    ]
+
+
+def _by_closed_form(peak: Memory, number: int) -> list[_Held]:
+    columns = [np.broadcast_to(getattr(peak, name), (number,)).tolist() for name in ("allocated", "worst_rank", *PARTS)]
+    return [
+        _Held(round(allocated), int(worst_rank), dict(zip(PARTS, parts, strict=True)))
+        for allocated, worst_rank, *parts in zip(*columns, strict=True)
+    ]
+
+
 def _candidate(
     problem: Problem,
     layout: dict[str, int],
     *,
     seconds: float,
     breakdown: dict[str, float],
-    memory: int,
-    worst_rank: int,
-    memory_parts: dict[str, float],
+    held: _Held,
     flops: tuple[float, float],
     peak: float,
     pipeline: tuple[float, float],
@@ -264,8 +282,7 @@ def _candidate(
         # Playing changes how long stages wait for each other, and so how long slow ranks take longer.
         breakdown["bubble"], breakdown["p2p"] = exact.waiting
         breakdown["other"] += slow * (exact.seconds - seconds)
-        seconds, memory, worst_rank = exact.seconds, exact.memory_bytes, exact.worst_rank
-        memory_parts = {name: getattr(exact.ranks[worst_rank], name) for name in PARTS}
+        seconds = exact.seconds
     whole, computing = pipeline
     low, high = problem.band
     return Candidate(
@@ -276,16 +293,16 @@ def _candidate(
         split=SPLIT_NAMES[Split(layout["split"])],
         step_seconds=seconds,
         step_seconds_band=(low * seconds, high * seconds),
-        memory_bytes=memory,
-        worst_rank=worst_rank,
-        fits=memory <= allocatable_bytes(problem),
+        memory_bytes=held.allocated,
+        worst_rank=held.worst_rank,
+        fits=held.allocated <= allocatable_bytes(problem),
         mfu=flops[0] / (seconds * peak),
         mfu_6p=flops[1] / (seconds * peak),
         tokens_per_second_per_gpu=problem.tokens / seconds / problem.gpus,
         bubble_over_compute=whole / computing - 1 if exact is None else exact.bubble_over_compute,
         bubble_over_total=1 - computing / whole if exact is None else exact.bubble_over_total,
         breakdown=breakdown,
-        memory_parts=memory_parts,
+        memory_parts=held.parts,
         ranks=() if exact is None else exact.ranks,
     )
 

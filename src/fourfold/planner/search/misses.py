@@ -243,9 +243,14 @@ def slower(miss: Candidate, best: Candidate) -> str:
 def too_large(problem: Problem, miss: Candidate) -> str:
     """By how much a layout does not fit, where, and what is there."""
     over = (miss.memory_bytes - allocatable_bytes(problem)) * problem.stack.allocator / GIB
-    largest = sorted(miss.memory_parts.items(), key=lambda item: -item[1])[:2]
-    what = ", ".join(f"{size / GIB:.1f} GiB of {BYTES_WORDS[name]}" for name, size in largest)
-    return f"does not fit by {over:.1f} GiB on pipeline rank {miss.worst_rank} (largest: {what})"
+    where = f"on pipeline rank {miss.worst_rank} (largest: {largest_parts(miss, 2)})"
+    return f"does not fit by {over:.1f} GiB {where}"
+
+
+def largest_parts(one: Candidate, number: int) -> str:
+    """What most of the fullest rank's memory is: 62.8 GiB of activations, 5.9 GiB of weights."""
+    largest = sorted(one.memory_parts.items(), key=lambda item: -item[1])[:number]
+    return ", ".join(f"{size / GIB:.1f} GiB of {BYTES_WORDS[name]}" for name, size in largest)
 
 
 def _distinct(misses: list[NearMiss], best: Candidate) -> Iterator[NearMiss]:

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from fourfold.planner.jobs import ORDER_NAMES, RECOMPUTE_NAMES, Jobs, Order, Precision, Split
+from fourfold.planner.jobs import (
+    ORDER_NAMES,
+    RECOMPUTE_NAMES,
+    TRAINED_IN,
+    Jobs,
+    Order,
+    Precision,
+    Split,
+    model_columns,
+)
 from fourfold.planner.machines.cluster import chip_index
 from fourfold.planner.timing.stack import measured_runs
 from fourfold.recipe import PRESETS, ModelConfig, config_from_hf, preset
@@ -102,27 +111,16 @@ class Problem:
 
     def base_columns(self) -> dict[str, Any]:
         """Every column of `Jobs` that a layout does not change: model, batch, numbers, software, machine."""
-        config, stack = self.config, self.stack
         seen = self.seq_len * (self.seq_len + 1) / 2 if self.imbalance is None else self.imbalance.pairs_per_sequence
         return {
-            "layers": config.num_layers,
-            "dim": config.dim,
-            "heads": config.num_heads,
-            "kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "ffn_dim": config.ffn_dim,
-            "gated": True,
-            "vocab": config.vocab_size,
-            "padded_vocab": config.padded_vocab,
-            "tied": config.tied,
-            "positions": 0,
+            **model_columns(self.config),
             "seq_len": self.seq_len,
             "sequences": self.sequences,
             "pairs": float(seen),
             "sequence_parallel": True,
             "recomputed_layers": 1.0,
             "precision": int(self.precision),
-            **stack.columns(),
+            **self.stack.columns(),
             **self.cluster.columns(self.precision),
         }
 
@@ -193,7 +191,7 @@ class Problem:
             cluster=cluster,
             seq_len=recipe.batch.seq_len,
             sequences=recipe.batch.sequences,
-            precision={"float32": Precision.FP32, "bfloat16": Precision.BF16}[recipe.train.dtype],
+            precision=TRAINED_IN[recipe.train.dtype],
             stack=stack,
             documents=documents,
             limits=limits,
@@ -307,7 +305,7 @@ def sequences_of(tokens: int, seq_len: int) -> int:
 def parse_precision(text: str) -> Precision:
     """bf16, fp16, fp32, fp8, mxfp8 or fp4."""
     names = {p.name.lower(): p for p in Precision}
-    names |= {"bfloat16": Precision.BF16, "float16": Precision.FP16, "float32": Precision.FP32}
+    names |= {**TRAINED_IN, "float16": Precision.FP16}
     if text.lower() not in names:
         near = nearest_name(text.lower(), names)
         hint = f"; nearest legal: {near}" if near else ""

@@ -198,8 +198,7 @@ def _runs() -> dict[str, dict[str, int]]:
 
 def measured_runs(chip: int, precision: Precision) -> int:
     """Runs on a row of `cluster.CHIPS`, in numbers as wide as these, to which its share of the peak was fitted."""
-    bits = 4 if precision >= Precision.FP4 else 8 if precision >= Precision.FP8 else 16
-    return _runs()[CHIPS[chip].name][f"matmul_{bits}"]
+    return _runs()[CHIPS[chip].name][f"matmul_{min(precision.bits, 16)}"]
 
 
 def parse_stack(text: str, *, origin: str) -> Stack:
