@@ -110,26 +110,26 @@ def test_the_end_of_document_token(corpus: Path, tmp_path: Path) -> None:
 
 
 MARK = "TOKENIZED_BY_A_TEST_INTO"
-STOPPED_AFTER_TWO = """
-import os, signal, sys
-from contextlib import suppress
+STOPPED_EARLY = """
+import os, sys, time
 from pathlib import Path
 from fourfold.data import shards
-from fourfold.data.sources import prepare_sources
 from fourfold.data.tokenize import Job, tokenize
 
 shards.SMALLEST, shards.FILES = 1000, 8
 corpus, out, number = sys.argv[1:]
 def watch(now):
-    if len(list(Path(out).glob("*.idx"))) >= 2:
-        os.kill(os.getpid(), int(number))
+    # While the parent is in here, no worker gets a second shard: one or two are finished, however the cores are shared.
+    while not list(Path(out).glob("*.idx")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), int(number))
 tokenize(Job((corpus,), "bpe:300", Path(out), workers=2), watch)
 """
 
 
 def stopped_by(number: int, corpus: Path, out: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), MARK: str(out)}
-    command = [sys.executable, "-c", STOPPED_AFTER_TWO, str(corpus), str(out), str(number)]
+    command = [sys.executable, "-c", STOPPED_EARLY, str(corpus), str(out), str(number)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
 
 
@@ -144,7 +144,7 @@ def test_after_kill_9_only_what_is_missing_is_made_and_all_is_as_it_would_have_b
         assert time.monotonic() < until, live
         time.sleep(0.05)
     finished = [prefix for prefix in find_token_files(out) if shards.finished(prefix)]
-    assert 2 <= len(finished) < len(find_token_files(whole))
+    assert 1 <= len(finished) <= 2 < len(find_token_files(whole))
     (unfinished,) = shards.missing_files(out, find_token_files(out))
     left, number = map(int, re.findall(r"\d+", unfinished.rule))
     assert 0 < left <= number - len(finished)

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -32,6 +33,15 @@ def recipe(keys: Table) -> Recipe:
 
 def plan(keys: Table) -> RunPlan:
     return check(recipe(keys))
+
+
+class Dead(fsspec.AbstractFileSystem):
+    """A store that is not there, and says so in its own way."""
+
+    protocol = "dead"
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        raise RuntimeError(f"no route to {path.removeprefix('dead://').partition('/')[0]}")
 
 
 # keys of the recipe | key that is blamed | its value | part of the rule | nearest legal values (None: not pinned)
@@ -80,6 +90,13 @@ ILLEGAL: list[tuple[Table, str, object, str, tuple[object, ...] | None]] = [
         ("interleaved", "flexible", "afab"),
     ),
     (
+        {"pipeline.schedule": "zb-h1", "pipeline.virtual_stages": 4, "layout.pp": 2},
+        "pipeline.schedule",
+        "zb-h1",
+        "pipeline.virtual_stages = 1, which is 4",
+        ("interleaved", "flexible", "afab"),
+    ),
+    (
         {"pipeline.schedule": "interleaved", "layout.pp": 2},
         "pipeline.schedule",
         "interleaved",
@@ -98,6 +115,7 @@ ILLEGAL: list[tuple[Table, str, object, str, tuple[object, ...] | None]] = [
     ),
     ({"pipeline.nc": 4, "pipeline.schedule": "afab"}, "pipeline.nc", 4, 'schedule = "afab" means 16', (16,)),
     ({"pipeline.nc": 4, "pipeline.schedule": "1f1b", "layout.pp": 2}, "pipeline.nc", 4, "means 2", (2,)),
+    ({"pipeline.nc": 4, "pipeline.schedule": "zb-h1", "layout.pp": 2}, "pipeline.nc", 4, "means 2", (2,)),
     ({"pipeline.split": [8], "layout.pp": 2}, "pipeline.split", (8,), "one entry per stage, layout.pp = 2", ((4, 4),)),
     ({"pipeline.split": [4, 3], "layout.pp": 2}, "pipeline.split", (4, 3), "sum to model.num_layers = 8", ((4, 4),)),
     ({"pipeline.split": [9, -1], "layout.pp": 2}, "pipeline.split", (9, -1), "negative", ((4, 4),)),
@@ -230,6 +248,33 @@ class TestIllegal:
             plan({"model.path": str(tmp_path)})
         assert rule in str(caught.value)
 
+    def test_a_path_may_be_a_url(self, tmp_path: Path) -> None:
+        config = config_to_hf(preset("tiny")) | {"num_hidden_layers": 3}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        for url in (f"file://{tmp_path}", f"local://{tmp_path}/"):
+            assert plan({"model.path": url}).config.num_layers == 3
+
+    @pytest.mark.parametrize(
+        ("url", "rule"),
+        [
+            (
+                "nowhere://x",
+                "must be a checkpoint, as it is a URL; nowhere://x cannot be opened: Protocol not known: nowhere",
+            ),
+            ("memory://x/", "must be a checkpoint, as it is a URL; memory://x/config.json: No such file or directory"),
+            ("dead://x", "must be a checkpoint, as it is a URL; dead://x/config.json cannot be read: no route to x"),
+            (
+                "file:///no/such",
+                "must be a directory in Hugging Face format; /no/such/config.json: No such file or directory",
+            ),
+        ],
+    )
+    def test_a_url_that_cannot_be_read(self, url: str, rule: str) -> None:
+        fsspec.register_implementation("dead", Dead, clobber=True)
+        with pytest.raises(RecipeError) as caught:
+            plan({"model.path": url})
+        assert str(caught.value) == f'model.path = "{url}": {rule}'
+
     def test_types_are_checked_when_a_recipe_is_made_in_python(self) -> None:
         with pytest.raises(RecipeError, match=r'layout\.tp = "2": must be an integer'):
             check(Recipe(layout=Layout(tp="2")))  # type: ignore[arg-type]
@@ -255,6 +300,7 @@ LEGAL: list[Table] = [
     {"layout.pp": 2, "pipeline.virtual_stages": 2, "pipeline.split": [1, 3, 3, 1]},
     {"layout.pp": 2, "pipeline.schedule": "flexible"},
     {"layout.pp": 4, "pipeline.schedule": "1f1b", "pipeline.nc": 4},
+    {"layout.pp": 4, "pipeline.schedule": "zb-h1", "pipeline.nc": 4},
     {"layout.pp": 4, "pipeline.schedule": "afab", "pipeline.nc": 16},
     {"layout.zero": 3, "layout.dp": 2, "layout.pp": 2, "pipeline.virtual_stages": 2},
     {"model.head_dim": 10},
@@ -303,7 +349,7 @@ INTEGER_KEYS = [
     "batch.sequences",
 ]
 FREE_KEYS: dict[str, Any] = {
-    "pipeline.schedule": st.sampled_from(["auto", "afab", "1f1b", "interleaved", "flexible"]),
+    "pipeline.schedule": st.sampled_from(["auto", "afab", "1f1b", "interleaved", "flexible", "zb-h1"]),
     "layout.zero": st.sampled_from(["auto", 1, 2, 3]),
     "pipeline.split": st.sampled_from(["even", "ends_light"]) | st.lists(SMALL, max_size=4),
 }

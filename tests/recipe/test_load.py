@@ -111,7 +111,7 @@ class TestRefusals:
             ({"layout": {"zero": 4}}, 'layout.zero = 4: must be one of "auto", 1, 2, 3'),
             ({"layout": {"zero": "1"}}, 'layout.zero = "1": must be one of "auto", 1, 2, 3'),
             ({"layout": {"cp_split": "headtail"}}, '; nearest legal: "head_tail"'),
-            ({"pipeline": {"schedule": "interleave"}}, '"interleaved", "flexible"; nearest legal: "interleaved"'),
+            ({"pipeline": {"schedule": "interleave"}}, '"flexible", "zb-h1"; nearest legal: "interleaved"'),
             ({"pipeline": {"split": [1, "a"]}}, 'must be one of "even", "ends_light" or a list of integers'),
             ({"pipeline": {"nc": "x"}}, 'pipeline.nc = "x": must be an integer'),
             ({"optimizer": {"betas": [0.9]}}, "optimizer.betas = [0.9]: must be a list of 2 numbers"),

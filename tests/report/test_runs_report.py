@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from fourfold.layout import Coordinates
+from fourfold.report.hangs import NO_CAUSE, NO_REPORT, Cause, Hang, Stuck, Wait, hang_text
 from fourfold.report.runs import format_age, print_runs, runs_text
 from fourfold.trainer.runs import RunSummary
 
@@ -43,6 +45,20 @@ def test_plain() -> None:
          "rank 3 failed: ValueError: bad"],
         ["[bold]x", "unknown", "-/-", "-", "-", "-", "-", "-"],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("causes", [True, False])
+def test_of_a_hang_the_cause_is_shown(causes: bool) -> None:
+    silent = Cause(2, Coordinates(tp=0, cp=0, pp=1, dp=0), NO_REPORT, 3)
+    wait = Wait("all_gather", 4, 0, 0, "[32, 32]", 3.0, False, "tp", (0, 1), "")
+    stuck = Stuck(wait, "tp 0-1", {1: 3.0}, (0,), {})
+    hang = Hang((silent, replace(silent, rank=3)) if causes else (), (stuck,), {0: "waits in receive of pp 2 > 0"})
+    head = "HANG: step 3 has taken 3.1 s. Reports: runs/b/hangs/step-00000003-abort"
+    aborted = "RuntimeError: step 3 took longer than timeouts.abort = 3 s"
+    message = f"rank 2 failed\n{aborted}\n{hang_text(hang, head=head)}"
+    _, row = runs_text([replace(FULL, state="failed", message=message)], now=NOW).splitlines()
+    shown = f"cause: rank 2 (tp0 cp0 pp1 dp0): {NO_REPORT}; 3 wait for it" if causes else NO_CAUSE
+    assert row.endswith(f"  rank 2 failed: {shown}")
 
 
 @pytest.mark.parametrize("columns", ["80", "140"])

@@ -7,8 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +25,7 @@ from fourfold.trainer.export import export_checkpoint, import_model, parse_size
 from fourfold.trainer.ranks import fork_ranks
 from fourfold.trainer.weights import initial_weights
 from tests.parallel.harness import Case
-from tests.trainer.runs import fourfold
+from tests.trainer.runs import fourfold, metrics, train, write_recipe
 from tests.trainer.saves import build, merge, plan_of, without_padding
 
 CASES = {"untied": Case(tp=2, nmb=2, layers=3), "tied": Case(pp=2, nmb=2, layers=3, tied=True)}
@@ -253,3 +256,61 @@ def test_imports_to_a_url(tmp_path: Path, saved: dict[str, Saved]) -> None:
     found = find_checkpoint(f"local://{tmp_path}/a/start")
     assert found.index().tensors.keys() == {f"model.{name}" for name in weights}
     assert CheckpointStore(tmp_path / "a").complete() == []  # it is no step of a run
+
+
+class Remote(AsyncFileSystem):
+    """Files of this machine as a store that is asked over connections, which a fork breaks. It is read only."""
+
+    protocol = "remote"
+
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        return LocalFileSystem().cat_file(path, start=start, end=end)
+
+    async def _info(self, path: str, **options: Any) -> dict[str, Any]:
+        return LocalFileSystem().info(path)
+
+    async def _ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
+        return LocalFileSystem().ls(path, detail=detail)
+
+
+@pytest.mark.parametrize("scheme", ["file", "local", "remote"])
+def test_runs_start_from_checkpoints_at_urls(tmp_path: Path, saved: dict[str, Saved], scheme: str) -> None:
+    """An imported one, and one that a run has saved there, to the same losses as from their paths."""
+    fsspec.register_implementation("remote", Remote, clobber=True)
+    write_recipe_of_no_model(tmp_path)
+    export_checkpoint(saved["tied"][0], tmp_path / "hf")
+    store = f"{'local' if scheme == 'remote' else scheme}://{tmp_path}/store"
+    done = fourfold(tmp_path, "import", "hf", f"{store}/start")
+    assert done.code == 0, done.err
+    start_from(tmp_path, "store/start", "one", f"checkpoint.dir={store}/steps")
+    (step,) = (path.name for path in (tmp_path / "store" / "steps").glob("step-*"))
+    start_from(tmp_path, f"store/steps/{step}", "two")
+    losses = {name: [line["loss"] for line in metrics(tmp_path / "runs" / name)] for name in ("one", "two")}
+    assert losses["two"][0] < losses["one"][0]
+    for name, place in (("one", "start"), ("two", f"steps/{step}")):
+        said = start_from(tmp_path, f"{scheme}://{tmp_path}/store/{place}", f"{name}-url")
+        assert f"from {scheme}://{tmp_path}/store/{place}" in said
+        assert [line["loss"] for line in metrics(tmp_path / "runs" / f"{name}-url")] == losses[name]
+
+
+def start_from(folder: Path, place: str, name: str, *overrides: str) -> str:
+    """Trains the recipe from weights, and returns what that printed."""
+    done = train(folder, f"model.path={place}", f"output.name={name}", "layout.pp=2", *overrides)
+    assert done.code == 0, done.err
+    return done.out
+
+
+def write_recipe_of_no_model(folder: Path) -> None:
+    """The tiny recipe, whose model is what model.path says."""
+    recipe = write_recipe(folder)
+    recipe.write_text("[model]\nvocab_multiple = 16\n\n[batch]" + recipe.read_text().partition("[batch]")[2])
+
+
+def test_a_url_that_is_no_checkpoint(tmp_path: Path, saved: dict[str, Saved]) -> None:
+    """Only a folder of this machine may be one in Hugging Face's format, which file:// names as well."""
+    write_recipe_of_no_model(tmp_path)
+    export_checkpoint(saved["tied"][0], tmp_path / "hf")
+    start_from(tmp_path, f"file://{tmp_path}/hf", "tiny")
+    done = train(tmp_path, f"model.path=local://{tmp_path}/hf")
+    assert done.code == 2
+    assert f'model.path = "local://{tmp_path}/hf": must be a checkpoint, as it is a URL; `fourfold import`' in done.err

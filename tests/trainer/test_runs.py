@@ -13,9 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from fourfold.recipe import RunPlan, check, from_table, to_toml
+from fourfold.trainer import runs
 from fourfold.trainer.runs import begin, belongs_to, end, job_id, list_runs, name_of_job, summarize_run, summary_json
 
 
@@ -48,6 +50,11 @@ def save_checkpoint(folder: Path, name: str, *, complete: bool = True) -> None:
     (folder / name).mkdir(parents=True)
     if complete:
         (folder / name / "index.json").write_text("{}")
+
+
+def save_to(folder: Path, place: str) -> None:
+    """Makes a run's recipe say where its checkpoints are."""
+    (folder / "recipe.toml").write_text(to_toml(from_table({"checkpoint": {"dir": place}})))
 
 
 def test_the_run_of_a_job(folder: Path, plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,15 +132,59 @@ class TestOneRun:
         save_checkpoint(folder / "checkpoints", "step-00000090.18f3-2b.partial")
         assert summarize_run(folder).checkpoint == "step-00000060.18f3-2a"
 
-    @pytest.mark.parametrize(("place", "shown"), [("s3://bucket/a", "s3://bucket/a"), ("elsewhere", "step-00000007")])
+    @pytest.mark.parametrize(
+        ("place", "shown"),
+        [
+            ("s3://bucket/a", "s3://bucket/a"),
+            ("elsewhere", "step-00000007"),
+            ("file://{}/elsewhere", "step-00000007"),
+            ("file://{}/nowhere", None),
+        ],
+    )
     def test_checkpoints_in_another_place(
-        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, shown: str
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, shown: str | None
     ) -> None:
         monkeypatch.chdir(tmp_path)
         save_checkpoint(tmp_path / "elsewhere", "step-00000007")
-        recipe = from_table({"checkpoint": {"dir": place}})
-        (folder / "recipe.toml").write_text(to_toml(recipe))
+        save_to(folder, place.format(tmp_path))
         assert summarize_run(folder).checkpoint == shown
+
+
+class Frozen(fsspec.AbstractFileSystem):
+    """A store that never answers."""
+
+    protocol = "frozen"
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> list[str]:
+        time.sleep(1000)
+        return []
+
+
+class TestStores:
+    """Checkpoints at URLs: a store is asked for them when runs are listed, and not waited for."""
+
+    def test_what_they_hold(self, folder: Path, tmp_path: Path) -> None:
+        for name, complete in (("10.1a-2", True), ("9.1a-3", True), ("10.1a-1", True), ("11.1b-1", False)):
+            save_checkpoint(tmp_path / "bucket", f"step-{name.partition('.')[0]:0>8}.{name[-4:]}", complete=complete)
+        save_to(folder, f"local://{tmp_path}/bucket/")
+        assert [run.checkpoint for run in list_runs(tmp_path)] == ["step-00000010.1a-2"]
+        save_to(folder, f"local://{tmp_path}/nothing/yet")
+        assert [run.checkpoint for run in list_runs(tmp_path)] == [None]
+
+    def test_those_that_do_not_answer(
+        self, folder: Path, plan: RunPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fsspec.register_implementation("frozen", Frozen, clobber=True)
+        monkeypatch.setattr(runs, "_PATIENCE", 0.5)
+        save_checkpoint(tmp_path / "bucket", "step-00000007.1a-1")
+        places = {"b": "frozen://x/b", "c": "frozen://x/c", "d": "nowhere://x", "e": f"local://{tmp_path}/bucket"}
+        for name, place in places.items():
+            (tmp_path / name).mkdir()
+            save_to(tmp_path / name, place)
+        start = time.perf_counter()
+        found = {run.name: run.checkpoint for run in list_runs(tmp_path)}
+        assert time.perf_counter() - start < 5
+        assert found == {"a": None, **places, "e": "step-00000007.1a-1"}
 
 
 class TestDamage:
@@ -218,6 +269,7 @@ class TestCommand:
         assert done.stderr == f"error: {tmp_path / 'gone'}: No such file or directory\n"
 
     def test_without_torch(self, tmp_path: Path, folder: Path) -> None:
+        save_to(folder, "memory://x")  # which is asked
         code = (
             "import sys\nfrom fourfold import cli\n"
             f"cli.app(['runs', {str(tmp_path)!r}], result_action='return_value')\n"

@@ -64,9 +64,12 @@ def schedule(
     nmb: int,
     v: int = 1,
     nc: int | None = None,
-    kind: Literal["afab", "1f1b", "interleaved", "flexible"] = "flexible",
+    kind: Literal["afab", "1f1b", "interleaved", "flexible", "zb-h1"] = "flexible",
     zero: Literal[1, 2, 3] = 1,
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    html: Path | None = None,
+    png: Path | None = None,
+    svg: Path | None = None,
 ) -> int:
     """Show a pipeline schedule: what each pipeline rank does, its bubble and the activations it holds.
 
@@ -86,20 +89,34 @@ def schedule(
         ZeRO mode, which places the FSDP events.
     as_json
         Print one JSON object instead of the table.
+    html
+        Write a page with the timeline, which can be zoomed, and the activations held.
+    png
+        Write the same as a picture.
+    svg
+        Write the same as a picture that can be scaled.
     """
+    from fourfold.cli.drawings import check_drawings, write_drawings
     from fourfold.layout import generate, validate
-    from fourfold.report.schedule import schedule_json, schedule_text
+    from fourfold.report.schedule import schedule_json, schedule_page, schedule_text
 
     try:
+        check_drawings(html=html, png=png, svg=svg)
         made = generate(pp=pp, v=v, num_micro_batches=nmb, kind=kind, nc=nc, zero=zero)
     except ValueError as error:
         return fail(str(error).replace("num_micro_batches", "nmb"), USER_ERROR)  # as it is called here
     validate(made)
+    try:
+        drawn = [] if html is png is svg is None else write_drawings(schedule_page(made), html=html, png=png, svg=svg)
+    except OSError as error:
+        return fail(error, USER_ERROR)
     if as_json:
         print(json.dumps(schedule_json(made)))
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(schedule_text(made, asked_nc=nc, width=width))
+        if drawn:
+            print("", *drawn, sep="\n")
     return 0
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fourfold.layout import Kind, Schedule, Stage
+from fourfold.layout.actions import ENDS
 from fourfold.recipe import ModelConfig, is_frozen, parameter_shapes, split_dimension, stage_shapes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -147,7 +148,7 @@ def rank_bytes(
             most_weights = max(most_weights, sum(counts[s].held for s in gathered))
         elif kind is Kind.FREE:
             gathered.discard(stage)
-        elif kind is Kind.BACKWARD and stage not in summing:
+        elif kind in ENDS and stage not in summing:
             summing.add(stage)
             most_gradients = max(most_gradients, sum(counts[s].trained for s in summing))
         elif kind is Kind.REDUCE:

@@ -29,6 +29,7 @@ _DISTRIBUTIONS = ("fixed", "exponential", "lognormal")
 _KEYS = ("mean", "median", "dist", "sigma")
 _EXAMPLE = "mean=1024,dist=exponential"
 
+_LONGEST = 1 << 40  # tokens of a document, so that sums of them are exact
 _SAMPLE_DOCUMENTS = 100_000  # so many make factors good to about a percent, in some 10 ms
 _MIN_ROWS, _MAX_ROWS = 128, 4096
 _DRAWS = 1 << 16  # of rows, for sums of several
@@ -92,7 +93,17 @@ class Documents:
             lengths = np.exp(generator.normal(np.log(self.mean) - self.sigma**2 / 2, self.sigma, count))
         else:
             lengths = np.full(count, self.mean)
-        return np.maximum(1, np.rint(lengths)).astype(np.int64)
+        return np.clip(np.rint(lengths), 1, _LONGEST).astype(np.int64)
+
+    def fill(self, tokens: int, generator: np.random.Generator) -> np.ndarray:
+        """int64: lengths that sum to at least so many tokens."""
+        lengths = np.zeros(0, dtype=np.int64)
+        while lengths.sum() < tokens:
+            missing = tokens - int(lengths.sum())
+            # Of a heavy tail, a sample may be much shorter than its mean: twice as many then.
+            more = self.sample(16 + max(int(1.1 * missing / self.mean), len(lengths)), generator)
+            lengths = np.concatenate((lengths, more))
+        return lengths
 
 
 class Imbalance:
@@ -138,35 +149,23 @@ class Imbalance:
     def work(self, cp: int) -> np.ndarray:
         """int64[rows, cp]: pairs that each rank has of each row of the sample; of fewer rows if `per_document`."""
         if cp not in self._work:
-            rows = self._pieces[-1] // self.seq_len
+            pieces = self._pieces
+            rows = pieces[-1] // self.seq_len
             if self._strategy == "per_document":
-                some = min(rows, max(1, _MOST_CHUNKS * rows // (2 * cp * len(self._pieces)))) * self.seq_len
-                self._work[cp] = _deal_documents(self._pieces[self._pieces <= some], self.seq_len, cp)
-            else:
-                bounds = np.cumsum([0, *_chunks(self.seq_len, cp)[:-1]])
-                places = np.append((np.arange(rows)[:, None] * self.seq_len + bounds).ravel(), rows * self.seq_len)
-                chunks = np.diff(_pairs_before(self._pieces, places)).reshape(rows, 2 * cp)
-                self._work[cp] = chunks[:, :cp] + chunks[:, : cp - 1 : -1]
+                some = min(rows, max(1, _MOST_CHUNKS * rows // (2 * cp * len(pieces)))) * self.seq_len
+                pieces = pieces[pieces <= some]
+            self._work[cp] = pairs_of_ranks(pieces, seq_len=self.seq_len, cp=cp, strategy=self._strategy)
         return self._work[cp]
 
     @cached_property
     def _pieces(self) -> np.ndarray:
-        """Where documents begin in a long run of rows, and where the rows end at last: int64, ascending.
-
-        What goes on in the next row is a document of its own there, as in `layout.pack`.
-        """
+        """Of a long run of rows, as `cut_rows` has them."""
         if self.documents is None:
             return np.array([0, self.seq_len], dtype=np.int64)
         wanted = round(_SAMPLE_DOCUMENTS * self.documents.mean / self.seq_len)
         rows = min(max(wanted, _MIN_ROWS), _MAX_ROWS)
-        generator = np.random.default_rng(self._seed)
-        lengths = np.zeros(0, dtype=np.int64)
-        while lengths.sum() < rows * self.seq_len:
-            missing = rows * self.seq_len - int(lengths.sum())
-            more = self.documents.sample(16 + int(1.1 * missing / self.documents.mean), generator)
-            lengths = np.concatenate((lengths, more))
-        starts = np.cumsum(lengths) - lengths
-        return np.unique(np.concatenate((starts[starts < rows * self.seq_len], np.arange(rows + 1) * self.seq_len)))
+        lengths = self.documents.fill(rows * self.seq_len, np.random.default_rng(self._seed))
+        return cut_rows(lengths, rows=rows, seq_len=self.seq_len)
 
     def _cp_factor(self, cp: int, micro_batch: int) -> float:
         work = self.work(cp)
@@ -229,6 +228,34 @@ def _largest(ordered: np.ndarray, count: int) -> float:
     return float(np.diff(below) @ tail)
 
 
+def cut_rows(lengths: np.ndarray, *, rows: int, seq_len: int) -> np.ndarray:
+    """int64, ascending: where documents of these lengths, end to end, begin in so many rows, and where the rows end.
+
+    What goes on in the next row is a document of its own there, as in `layout.pack`.
+    """
+    starts = np.cumsum(lengths) - lengths
+    both = np.concatenate((starts[starts < rows * seq_len], np.arange(rows + 1) * seq_len))
+    both.sort(kind="stable")  # which merges what is in order already
+    return both[np.append(True, np.diff(both) > 0)]
+
+
+def pairs_of_ranks(
+    pieces: np.ndarray, *, seq_len: int, cp: int, strategy: Strategy, micro_batch: int = 1
+) -> np.ndarray:
+    """int64[micro-batches, cp]: (query, visible key) pairs that each rank has of each micro-batch of so many rows.
+
+    Of documents that begin at `pieces`, the last of which is the end. Exactly what `layout.attention_pairs` counts in
+    `layout.shards`.
+    """
+    if strategy == "per_document":
+        return _deal_documents(pieces, seq_len * micro_batch, cp)
+    rows = pieces[-1] // seq_len
+    bounds = np.cumsum([0, *_chunks(seq_len, cp)[:-1]])
+    places = np.append((np.arange(rows)[:, None] * seq_len + bounds).ravel(), rows * seq_len)
+    chunks = np.diff(_pairs_before(pieces, places)).reshape(-1, micro_batch, 2 * cp).sum(axis=1)
+    return chunks[:, :cp] + chunks[:, : cp - 1 : -1]
+
+
 def _chunks(length: int, cp: int) -> np.ndarray:
     """Sizes of the 2 cp chunks of a row: longer ones first."""
     whole, rest = divmod(length, 2 * cp)
@@ -244,22 +271,23 @@ def _pairs_before(pieces: np.ndarray, places: np.ndarray) -> np.ndarray:
     return before[document] + inside * (inside + 1) // 2
 
 
-def _deal_documents(pieces: np.ndarray, seq_len: int, cp: int) -> np.ndarray:
-    """int64[rows, cp]: pairs per rank where every document is cut into 2 cp chunks, as `layout.shards` does it."""
+def _deal_documents(pieces: np.ndarray, tokens: int, cp: int) -> np.ndarray:
+    """int64[micro-batches, cp]: pairs per rank where every document of a micro-batch of so many tokens is cut into
+    2 cp chunks."""
     lengths = np.diff(pieces)
-    row = pieces[:-1] // seq_len
+    micro_batch = pieces[:-1] // tokens
     whole, rest = np.divmod(lengths, 2 * cp)
     chunk = np.arange(2 * cp)
     turn = np.where(
         chunk < cp, chunk, 3 * cp - 1 - chunk
     )  # spare tokens go round the ranks, on from document to document
     dealt = np.cumsum(rest) - rest
-    dealt -= dealt[np.searchsorted(row, row)]  # from the first of each row again
+    dealt -= dealt[np.searchsorted(micro_batch, micro_batch)]  # from the first of each micro-batch again
     sizes = whole[:, None] + ((turn - dealt[:, None]) % (2 * cp) < rest[:, None])
     ends = np.cumsum(sizes, axis=1)
     pairs = (ends * (ends + 1) - (ends - sizes) * (ends - sizes + 1)) // 2
     of_rank = pairs[:, :cp] + pairs[:, : cp - 1 : -1]
-    return np.add.reduceat(of_rank, np.searchsorted(row, np.arange(pieces[-1] // seq_len)))
+    return np.add.reduceat(of_rank, np.searchsorted(micro_batch, np.arange(pieces[-1] // tokens)))
 
 
 def _split(text: str) -> dict[str, str]:

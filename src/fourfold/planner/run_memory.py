@@ -13,7 +13,7 @@ from fourfold.planner.arithmetic import FP32, count_stages, moments_per_paramete
 from fourfold.planner.jobs import TRAINED_IN, Jobs, Order, Recompute, Split, model_columns
 from fourfold.planner.memory.peak import ALLOCATOR
 from fourfold.planner.memory.saved import load_rules
-from fourfold.planner.memory.walk import RankMemory, StageBytes, stage_bytes, walk
+from fourfold.planner.memory.walk import RankLive, RankMemory, StageBytes, live_bytes, stage_bytes, walk
 from fourfold.recipe import Phase, RunPlan
 
 
@@ -38,12 +38,26 @@ def run_memory(plan: RunPlan, timelines: Sequence[Timeline] | None = None) -> tu
     return tuple(max(ranks, key=lambda rank: rank.total) for ranks in zip(*phases, strict=True))
 
 
+def run_live(plan: RunPlan, timelines: Sequence[Timeline] | None = None) -> tuple[tuple[RankLive, ...], ...]:
+    """What is alive on every pipeline rank, action by action, in each phase of the run: `run_memory` is its peak."""
+    trainer, played = Trainer(), timelines or [None] * len(plan.phases)
+    return tuple(
+        tuple(
+            live_bytes(job_of(plan, phase), phase.schedule, plan.stages, timeline, trainer, held=held_of(plan, phase))
+        )
+        for phase, timeline in zip(plan.phases, played, strict=True)
+    )
+
+
 def _phase_memory(plan: RunPlan, phase: Phase, timeline: Timeline | None) -> tuple[RankMemory, ...]:
-    trainer = Trainer()
-    rules = load_rules(trainer.saved_set)
-    job = job_of(plan, phase)
-    held = stage_bytes(job, plan.stages, rules)
-    return walk(job, phase.schedule, plan.stages, timeline, trainer, rules=rules, held=_exact(plan, phase, held))
+    job, held = job_of(plan, phase), held_of(plan, phase)
+    return walk(job, phase.schedule, plan.stages, timeline, Trainer(), held=held)
+
+
+def held_of(plan: RunPlan, phase: Phase) -> StageBytes:
+    """What every virtual stage holds in a phase of the run."""
+    held = stage_bytes(job_of(plan, phase), plan.stages, load_rules(Trainer().saved_set))
+    return _exact(plan, phase, held)
 
 
 def _exact(plan: RunPlan, phase: Phase, held: StageBytes) -> StageBytes:
@@ -69,7 +83,11 @@ def _exact(plan: RunPlan, phase: Phase, held: StageBytes) -> StageBytes:
 def job_of(plan: RunPlan, phase: Phase) -> Jobs:
     """The columns that memory depends on; those of the machine are 0."""
     grid, schedule = plan.grid, phase.schedule
-    order = Order.AFAB if schedule.kind == "afab" else Order.ONE_F_ONE_B if schedule.v == 1 else Order.FLEXIBLE
+    order = Order.FLEXIBLE
+    if schedule.kind == "afab":
+        order = Order.AFAB
+    elif schedule.v == 1:
+        order = Order.ZB_H1 if schedule.splits_backward else Order.ONE_F_ONE_B
     return Jobs.of(
         **model_columns(plan.config),
         seq_len=phase.seq_len,

@@ -6,7 +6,7 @@ from fourfold.layout.play import Program
 from fourfold.planner.jobs import TRAINED_IN
 from fourfold.planner.machines.cluster import Cluster, cluster
 from fourfold.planner.run_memory import job_of
-from fourfold.planner.search.exact import once_per_step, stage_seconds
+from fourfold.planner.search.exact import once_per_step, stage_seconds, weight_seconds
 from fourfold.planner.timing.stack import load_stack
 from fourfold.planner.timing.step import parts
 from fourfold.recipe import RecipeError, RunPlan
@@ -25,7 +25,8 @@ def run_seconds(plan: RunPlan, machines: Cluster | None, program: Program) -> fl
     job = job_of(plan, plan.phases[0]).replace(**hardware)
     pieces = parts(job, load_stack("standard"))
     forward, backward = stage_seconds(pieces, plan.stages)
-    pipeline = program.play(forward=forward, backward=backward, message=float(pieces.message))
+    weight = weight_seconds(pieces, plan.stages)
+    pipeline = program.play(forward=forward, backward=backward, weight=weight, message=float(pieces.message))
     return float(pieces.inflation * (pipeline.step_time + once_per_step(pieces)))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from fourfold.layout import Grid, Schedule, Stage, generate, partition
@@ -12,6 +11,7 @@ from fourfold.recipe.errors import Problem, RecipeError, nearest_name
 from fourfold.recipe.load import from_table, to_table
 from fourfold.recipe.model import PRESETS, ModelConfig, RopeScaling, config_from_hf, preset
 from fourfold.recipe.parameters import is_frozen, stage_shapes
+from fourfold.recipe.places import local_folder, read_file
 from fourfold.recipe.rules import broken_freeze, broken_rules
 from fourfold.recipe.schema import Model, Recipe, RopeScalingTable
 
@@ -165,17 +165,21 @@ def num_frozen_stages(config: ModelConfig, stages: tuple[Stage, ...], freeze: tu
 
 
 def _base_config(model: Model) -> tuple[ModelConfig, list[Problem]]:
-    """The model that the hyper-parameters override: a preset, or what a Hugging Face directory says."""
+    """The model that the hyper-parameters override: a preset, or what a config.json says."""
     fallback = preset(DEFAULT_PRESET)
     if model.path is not None:
         problems = []
         if model.preset is not None:
             problems.append(Problem("model.path", model.path, f'cannot be given with model.preset = "{model.preset}"'))
-        file = Path(model.path) / "config.json"
+        folder = local_folder(model.path)
+        file = f"{model.path.rstrip('/')}/config.json" if folder is None else folder / "config.json"
         try:
-            return config_from_hf(dict(json.loads(file.read_text(encoding="utf-8")))), problems
+            return config_from_hf(dict(json.loads(read_file(model.path, "config.json").decode("utf-8")))), problems
         except OSError as error:
-            rule = f"must be a directory in Hugging Face format; {file}: {error.strerror}"
+            if folder is None:
+                rule = f"must be a checkpoint, as it is a URL; {error}"
+            else:
+                rule = f"must be a directory in Hugging Face format; {file}: {error.strerror}"
         except (ValueError, TypeError) as error:
             rule = f"{file} cannot be used: {error}"
         except KeyError as error:

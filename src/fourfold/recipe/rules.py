@@ -76,9 +76,9 @@ def tensor_parallel(values: Values) -> Iterator[Problem]:
 
 
 def schedule_kind(values: Values) -> Iterator[Problem]:
-    """1f1b has one stage per rank, interleaved several."""
+    """1f1b and zb-h1 have one stage per rank, interleaved several."""
     kind, v = values["pipeline.schedule"], values["pipeline.virtual_stages"]
-    if kind == "1f1b" and v > 1:
+    if kind in ("1f1b", "zb-h1") and v > 1:
         rule = f"needs pipeline.virtual_stages = 1, which is {v}"
         yield Problem("pipeline.schedule", kind, rule, ("interleaved", "flexible", "afab"))
     elif kind == "interleaved" and v == 1:

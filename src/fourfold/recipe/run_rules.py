@@ -33,7 +33,7 @@ def consecutive_micro_batches(values: Values) -> Iterator[Problem]:
     num_micro_batches = values["batch.sequences"] // values["layout.dp"] // values["pipeline.micro_batch"]
     if nc is None:
         return
-    implied = {"afab": num_micro_batches, "1f1b": pp, "interleaved": pp}.get(kind)
+    implied = {"afab": num_micro_batches, "1f1b": pp, "interleaved": pp, "zb-h1": pp}.get(kind)
     if implied is not None and nc != implied:
         rule = f'pipeline.schedule = "{kind}" means {implied}; leave nc out, or take pipeline.schedule = "flexible"'
         yield Problem("pipeline.nc", nc, rule, (implied,))

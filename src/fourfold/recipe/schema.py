@@ -34,8 +34,8 @@ class Model(Section, frozen=True, kw_only=True):
     preset: str | None = None
     """A known model: llama3-8b, llama3-70b, llama3-405b, llama3.2-1b, llama3.2-3b, small, tiny (the default)."""
     path: str | None = None
-    """Directory in Hugging Face format, or a checkpoint: its config.json gives the hyper-parameters, and training
-    starts from its weights if it has any. Not together with preset."""
+    """Directory in Hugging Face format, or a checkpoint, that also at a URL: its config.json gives the
+    hyper-parameters, and training starts from its weights if it has any. Not together with preset."""
     dim: int | None = None
     """Width of the residual stream."""
     num_layers: int | None = None
@@ -83,9 +83,9 @@ class Layout(Section, frozen=True, kw_only=True):
 class Pipeline(Section, frozen=True, kw_only=True):
     """[pipeline]: in which order the stages work."""
 
-    schedule: Literal["auto", "afab", "1f1b", "interleaved", "flexible"] = "auto"
+    schedule: Literal["auto", "afab", "1f1b", "interleaved", "flexible", "zb-h1"] = "auto"
     """auto: flexible if nc is set; else 1f1b (interleaved if virtual_stages > 1) if sequences per DP group >= 2 x pp;
-    else afab (all forwards, then all backwards)."""
+    else afab (all forwards, then all backwards). zb-h1: 1f1b with gradients of weights put off (Qi et al. 2023)."""
     virtual_stages: int = 1
     """Stages per pipeline rank (v). More stages: smaller bubble, more messages."""
     nc: int | None = None
@@ -257,7 +257,7 @@ class Cluster(Section, frozen=True, kw_only=True):
     """[cluster]: the machines, as far as a plan needs to know."""
 
     gpu: str | None = None
-    """Kind of GPU, such as h100. Kept with the run; nothing reads it yet."""
+    """GPU that the planner knows, such as h100, or a TOML file of a cluster: the time of a step is estimated for it."""
     gpus_per_node: int = 8
     """GPUs in one node."""
 

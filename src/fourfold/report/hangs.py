@@ -20,6 +20,8 @@ from fourfold.layout import Coordinates, Grid
 from fourfold.layout.grid import DIMENSIONS
 
 NO_REPORT = "no report: dead or frozen"
+CAUSE = "cause: "  # begins the lines of a diagnosis that name one
+NO_CAUSE = "All ranks wait, and have started what they wait for: a link, or a device, stands still."
 _MOST = 12  # causes and rows that are printed; the files have the rest
 
 Way = Literal["", "send", "receive"]
@@ -280,11 +282,11 @@ def hang_text(hang: Hang, *, head: str) -> str:
     for cause in hang.causes[:_MOST]:
         place = " ".join(f"{dimension}{at}" for dimension, at in cause.place._asdict().items())
         for_it = f"; {cause.num_waiting} wait for it" if cause.num_waiting else ""
-        lines.append(f"cause: rank {cause.rank} ({place}): {cause.what}{for_it}")
+        lines.append(f"{CAUSE}rank {cause.rank} ({place}): {cause.what}{for_it}")
     if len(hang.causes) > _MOST:
         lines.append(f"       and {len(hang.causes) - _MOST} more ranks")
     if not hang.causes:
-        lines.append("All ranks wait, and have started what they wait for: a link, or a device, stands still.")
+        lines.append(NO_CAUSE)
     if hang.stuck:
         lines += ["", *_table(hang)]
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fourfold.report.hangs import CAUSE, NO_CAUSE
 from fourfold.trainer.runs import RunSummary
 
 _PLAIN_WIDTH = 1000  # characters; plain output is never wrapped, one run stays one line
@@ -80,6 +81,7 @@ def _shown(number: int | None) -> str:
 
 
 def _in_one_line(message: str | None) -> str:
-    """What failed, and the last line of its traceback, which says how."""
+    """What failed, and how: the likeliest cause of a hang, else the last line of a traceback."""
     lines = (message or "").strip().splitlines()
-    return ": ".join(dict.fromkeys(lines[:1] + lines[-1:]))
+    causes = [line for line in lines if line.startswith((CAUSE, NO_CAUSE))]
+    return ": ".join(dict.fromkeys(lines[:1] + (causes[:1] or lines[-1:])))

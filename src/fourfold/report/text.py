@@ -23,6 +23,7 @@ _ORDER = {
     "1f1b": "1f1b (one forward, one backward in turn)",
     "interleaved": "interleaved 1f1b",
     "flexible": "flexible interleaved 1f1b",
+    "zb-h1": "zb-h1 (1f1b, gradients of weights put off)",
 }
 
 

@@ -11,20 +11,26 @@ import math
 import os
 import re
 import socket
+import threading
+import time
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from fourfold.data.writer import write_atomically
 from fourfold.recipe import RunPlan
+from fourfold.recipe.places import local_folder, open_url
 
 State = Literal["running", "finished", "stopped", "failed", "died", "unknown"]
 FORMAT = 1
 _FILE = "run.json"
 _CHECKPOINT = re.compile(r"step-(\d+)(\.[^.]+)?$")
+_INDEX = "index.json"  # makes a folder a checkpoint
+_PATIENCE = 5.0  # seconds that all stores at URLs together may take to say what they hold
 _TAIL = 1 << 16  # bytes at the end of metrics.jsonl in which the last whole line is looked for
 
 
@@ -41,7 +47,7 @@ class RunSummary:
     loss: float | None  # of the last step; nan if it was not finite
     tokens_per_second: float | None
     layout: str | None  # tp2 cp1 pp2 dp1
-    checkpoint: str | None  # name of the newest complete one
+    checkpoint: str | None  # name of the newest complete one, or the URL of a store that has not been asked
     last_write: float | None  # of its files, seconds since 1970
     host: str | None
     pid: int | None
@@ -110,12 +116,14 @@ def list_runs(directory: Path) -> list[RunSummary]:
     Raises:
         OSError: the folder itself cannot be read.
     """
-    folders = [folder for folder in directory.iterdir() if _is_run(folder)]
-    return sorted(map(summarize_run, folders), key=lambda run: (-(run.last_write or 0.0), run.name))
+    found = [summarize_run(folder) for folder in directory.iterdir() if _is_run(folder)]
+    newest = _ask_stores({run.checkpoint for run in found if run.checkpoint and local_folder(run.checkpoint) is None})
+    runs = [replace(run, checkpoint=newest.get(run.checkpoint or "", run.checkpoint)) for run in found]
+    return sorted(runs, key=lambda run: (-(run.last_write or 0.0), run.name))
 
 
 def summarize_run(folder: Path) -> RunSummary:
-    """One run, from its files."""
+    """One run, from its files on this machine."""
     told, recipe, last = _read_object(folder / _FILE), _read_recipe(folder), _last_line(folder / "metrics.jsonl")
     step = _number(last, "step", int)
     return RunSummary(
@@ -228,18 +236,53 @@ def _last_line(path: Path) -> dict[str, Any]:
 
 def _newest_checkpoint(folder: Path, directory: str | None) -> str | None:
     """Name of the newest complete checkpoint; of a store that is not on a file system only where it is."""
-    if directory is not None and "://" in directory:
+    place = local_folder(folder / "checkpoints" if directory is None else directory)
+    if place is None:
         return directory
     try:
-        entries = list((folder / "checkpoints" if directory is None else Path(directory)).iterdir())
+        return _newest(os.listdir(place), lambda name: (place / name / _INDEX).exists())
     except OSError:
         return None
-    complete = [
-        (int(found[1]), entry.name)
-        for entry in entries
-        if (found := _CHECKPOINT.match(entry.name)) and found[2] != ".partial" and (entry / "index.json").exists()
-    ]
-    return max(complete)[1] if complete else None
+
+
+def _ask_stores(urls: Collection[str]) -> dict[str, str | None]:
+    """Name of the newest complete checkpoint at each URL, None where there is none. Stores that do not answer, in time
+    or at all, are left out."""
+    answers: dict[str, str | None] = {}
+
+    def ask(url: str) -> None:
+        with suppress(Exception):  # of any kind: each store has its own
+            answers[url] = _newest_at(url)
+
+    threads = [threading.Thread(target=ask, args=(url,), daemon=True) for url in urls]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _PATIENCE
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(answers)
+
+
+def _newest_at(url: str) -> str | None:
+    files, path = open_url(url)
+
+    def is_complete(name: str) -> bool:
+        try:
+            return files.info(f"{path}/{name}/{_INDEX}") is not None
+        except FileNotFoundError:
+            return False
+
+    try:
+        names = files.ls(path, detail=False)
+    except FileNotFoundError:  # nothing has been saved yet
+        return None
+    return _newest((name.rstrip("/").rpartition("/")[2] for name in names), is_complete)
+
+
+def _newest(names: Iterable[str], is_complete: Callable[[str], bool]) -> str | None:
+    """The first complete one from the newest on: of one step, the last in order."""
+    found = [(int(match[1]), name) for name in names if (match := _CHECKPOINT.match(name)) and match[2] != ".partial"]
+    return next((name for _, name in sorted(found, reverse=True) if is_complete(name)), None)
 
 
 def _last_write(folder: Path) -> float | None:

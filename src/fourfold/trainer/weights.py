@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from safetensors import SafetensorError
 from torch import Tensor
 
 from fourfold.model import fill, huggingface
 from fourfold.parallel import WeightSource
 from fourfold.recipe import Problem, RecipeError, RunPlan
+from fourfold.recipe.places import local_folder
 from fourfold.trainer.checkpoint import CheckpointError, find_checkpoint, is_checkpoint, open_weights
 
 
 def initial_weights(plan: RunPlan, *, verify: bool = True) -> WeightSource:
-    """Weights of the directory that ``model.path`` names, if it has any, else random ones from ``train.seed``.
+    """Weights of what ``model.path`` names, if it has any, else random ones from ``train.seed``.
 
     ``verify``: read a checkpoint through first; one process of a job is enough.
 
     Raises:
-        RecipeError: the directory's weights cannot be read, or are not those of the model.
+        RecipeError: the weights cannot be read, or are not those of the model.
     """
     path, config, seed = plan.recipe.model.path, plan.config, plan.recipe.train.seed
     if has_weights(plan):
@@ -28,7 +27,9 @@ def initial_weights(plan: RunPlan, *, verify: bool = True) -> WeightSource:
             if is_checkpoint(path):
                 read = open_weights(find_checkpoint(path, verify=verify), config)
             else:
-                read = huggingface.open_weights(path, config)
+                folder = local_folder(path)
+                assert folder is not None
+                read = huggingface.open_weights(folder, config)
         except RecipeError:
             raise
         except (CheckpointError, ValueError, OSError, SafetensorError) as error:
@@ -46,14 +47,19 @@ def has_weights(plan: RunPlan) -> bool:
     """Whether training starts from the weights of ``model.path``.
 
     Raises:
-        RecipeError: the directory has weights in another format: training from random ones instead would be a trap.
+        RecipeError: there are weights in another format, or there may be: training from random ones instead would be
+            a trap.
     """
     path = plan.recipe.model.path
     if path is None:
         return False
-    if is_checkpoint(path) or any(Path(path).glob("*.safetensors")):
+    folder = local_folder(path)
+    if is_checkpoint(path) or (folder is not None and any(folder.glob("*.safetensors"))):
         return True
-    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in Path(path).glob(pattern))
+    if folder is None:
+        rule = "must be a checkpoint, as it is a URL; `fourfold import` makes one of a directory in Hugging Face format"
+        raise RecipeError([Problem("model.path", path, rule)])
+    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if others:
         rule = f"must hold weights as safetensors, or none; found {others[0]}"
         raise RecipeError([Problem("model.path", path, rule)])

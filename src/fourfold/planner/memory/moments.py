@@ -226,8 +226,9 @@ def _rest(a: Column, b: Column) -> Column:
 
 
 def _in_flight(shape: Shape, flow: Flow, rank: Rank) -> Column:
-    """Chunks held at once: warm-up plus one, never more than there are; all of them if all forwards come first."""
-    behind = shape.pp - rank.rank - 1
+    """Chunks held at once: warm-up plus one, never more than there are; all of them if all forwards come first. ZB-H1
+    holds on every rank what the first of 1F1B does."""
+    behind = shape.pp - np.where(shape.order == Order.ZB_H1, 0, rank.rank) - 1
     warmup = np.where(flow.v == 1, behind, (flow.v - 1) * flow.size + 2 * behind)
     return np.where(flow.all_forward, flow.total, np.minimum(flow.total, warmup + 1))
 

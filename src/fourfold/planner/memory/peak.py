@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fourfold.planner.jobs import Column, Jobs
+from fourfold.planner.jobs import Column, Jobs, Order
 from fourfold.planner.machines.chips import GIB
 from fourfold.planner.memory.moments import Moments, Rank, few_shards, moments_of
 from fourfold.planner.memory.saved import MemoryRules, Sizes, load_rules, sizes
@@ -158,11 +158,13 @@ def _alive(jobs: Jobs, rules: MemoryRules, size: Sizes, found: Moments) -> dict[
         freed = counts.own * (size.activations + size.gathered_kv) + counts.at_head * (size.norm + size.logits)
         made = jobs.gradient_bytes * stage / np.maximum(jobs.shards, 1)
         transient = np.maximum(transient, new * (made - freed - size.output))
+    # In ZB-H1 the first half of backward frees gathered keys and values: no more are there than in 1F1B.
+    past = np.where(jobs.order == Order.ZB_H1, np.maximum(counts.chunks - (jobs.pp - rank.rank), 0), 0)
     return {
         "weights": size.weight_bytes * np.where(jobs.zero >= 3, gathered, there),
         "gradients": jobs.gradient_bytes * (sums * (jobs.zero < 3) + shard),
         "activations": counts.layers * size.activations + counts.heads * size.norm + counts.chunks * size.output,
-        "gathered_kv": counts.layers * size.gathered_kv,
+        "gathered_kv": (counts.layers - past * rank.layers) * size.gathered_kv,
         "logits": counts.heads * size.logits,
         "transients": np.maximum(transient, counts.after_head * size.head_transient),
     }
@@ -180,7 +182,9 @@ def backward_transient(
     started = np.where(jobs.zero >= 3, size.layer * (2 + jobs.reduce_bytes), 2 * started)
     worst = (own > 0) * (size.layer_transient + started)
     if np.any(head):
-        worst = np.where(head, np.maximum(size.head_transient, worst - size.logits), worst)
+        # Backward frees the logits at once; if it comes in halves, their gradient takes their place until W.
+        freed = np.where(jobs.order == Order.ZB_H1, 0.0, size.logits)
+        worst = np.where(head, np.maximum(size.head_transient, worst - freed), worst)
     copies = rules.weight_gradients == "stage" or rules.reduction_copy
     if not copies and not np.any(embedding):
         return worst

@@ -1,24 +1,27 @@
 """Memory of every pipeline rank, by walking its schedule in time: at each action, the sum of all that is alive.
 
 Weights are whole from GATHER to FREE and gradients from a stage's first backward to REDUCE; what a forward keeps lives
-until the end of its backward; and what is alive for a moment is added to the action whose moment it is. Stages differ:
-one has the embedding, one the head and its logits, some a layer more. Their rank's peak is the largest sum that occurs.
+until the end of its backward (of one in halves, of W); and what is alive for a moment is added to the action whose
+moment it is. Stages differ: one has the embedding, one the head and its logits, some a layer more. Their rank's peak is
+the largest sum that occurs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fourfold.layout import Schedule, Stage, Timeline, compile_program, generate, partition
 from fourfold.layout.actions import Kind
+from fourfold.layout.play import Program
 from fourfold.planner.jobs import ORDER_NAMES, Column, Jobs, Order, Split
 from fourfold.planner.memory.peak import PARTS, SavesMemory, backward_transient, lasting
 from fourfold.planner.memory.saved import MemoryRules, load_rules, sizes
 
 Bytes = float
+CODED = (Kind.FORWARD, Kind.BACKWARD, Kind.GATHER, Kind.REDUCE, Kind.FREE, Kind.INPUT, Kind.WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,27 @@ def _shards(job: Jobs, rules: MemoryRules) -> Column:
     return job.gradient_bytes * (job.zero >= (2 if rules.static_gradients else 1))
 
 
+@dataclass(frozen=True, slots=True)
+class RankLive:
+    """What is alive on one pipeline rank at each of its actions, in the order in which they run; columns by action."""
+
+    pp_rank: int
+    position: Column  # int: of the action in the program
+    stage: Column  # int: global virtual stage
+    seconds: Column  # when the action begins, in the time line's unit
+    parts: Column  # float [PARTS, actions]: bytes alive while it runs
+    freed: Column  # float [PARTS, actions]: of these, gone when it ends
+    sums: Column  # bool: a backward (or its W) that begins a new sum of its stage's gradients
+    reduces: Column  # bool: when it ends, that sum is gone
+    keeps: Column  # bool: a forward whose activations live on
+    frees: Column  # bool: when it ends, those of its micro-batch and stage are gone
+
+    @property
+    def in_flight(self) -> Column:
+        """(micro-batch, stage) pairs whose activations are alive while each action runs."""
+        return np.cumsum(self.keeps.astype(np.int64) - self.frees) + self.frees
+
+
 def walk(
     job: Jobs,
     schedule: Schedule,
@@ -108,13 +132,52 @@ def walk(
     rules: MemoryRules | None = None,
     held: StageBytes | None = None,
 ) -> tuple[RankMemory, ...]:
-    """Every pipeline rank's peak.
+    """Every pipeline rank's peak. Arguments as those of `live_bytes`."""
+    timeline = compile_program(schedule).play() if timeline is None else timeline
+    ranks = live_bytes(job, schedule, stages, timeline, stack, rules=rules, held=held)
+    return tuple(peak_of(rank, stages, timeline, stack) for rank in ranks)
+
+
+def peak_of(rank: RankLive, stages: Sequence[Stage], timeline: Timeline, stack: SavesMemory) -> RankMemory:
+    """One rank at the first of its worst moments."""
+    program = timeline.program
+    totals = rank.parts.sum(axis=0)
+    worst = int(totals.argmax())
+    mine = stages[rank.pp_rank :: program.schedule.pp]
+    values = dict(zip(PARTS, rank.parts[:, worst].tolist(), strict=True))
+    return RankMemory(
+        pp_rank=rank.pp_rank,
+        stages=tuple(stage.index for stage in mine),
+        num_layers=sum(len(stage.layers) for stage in mine),
+        embedding=any(stage.embedding for stage in mine),
+        head=any(stage.head for stage in mine),
+        in_flight=int(rank.in_flight.max(initial=0)),
+        at=str(program.actions[rank.position[worst]]),
+        seconds=float(rank.seconds[worst]),
+        **values,
+        total=float(totals[worst]),
+        reserved=float(totals[worst]) * stack.allocator,
+    )
+
+
+def live_bytes(
+    job: Jobs,
+    schedule: Schedule,
+    stages: Sequence[Stage],
+    timeline: Timeline | None,
+    stack: SavesMemory,
+    *,
+    rules: MemoryRules | None = None,
+    held: StageBytes | None = None,
+) -> Iterator[RankLive]:
+    """What is alive on every pipeline rank, action by action.
 
     Args:
         job: one row.
-        schedule: what runs. Of a long one the first few rounds are enough.
+        schedule: what runs. Of a long one the first few rounds are enough for a peak.
         stages: of the model, by global index.
-        timeline: when actions happen, to say when the peak is; None: unit durations.
+        timeline: when actions happen, to say when bytes are alive; None: unit durations. How much is alive at an action
+            depends on the order of the rank's actions only.
         stack: whose software it is.
         rules: instead of those of the stack's saved set.
         held: instead of what `stage_bytes` says of the stages.
@@ -122,82 +185,63 @@ def walk(
     rules = load_rules(stack.saved_set) if rules is None else rules
     held = stage_bytes(job, stages, rules) if held is None else held
     timeline = compile_program(schedule).play() if timeline is None else timeline
-    ranks = []
-    for pp_rank, (position, alive, transient, in_flight) in enumerate(_played(job, schedule, timeline, rules, held)):
-        parts = np.vstack((alive, transient, np.full_like(transient, held.buffers)))
-        totals = parts.sum(axis=0)
-        worst = int(totals.argmax())
-        mine = stages[pp_rank :: schedule.pp]
-        values = dict(zip(PARTS, parts[:, worst].tolist(), strict=True))
-        ranks.append(
-            RankMemory(
-                pp_rank=pp_rank,
-                stages=tuple(stage.index for stage in mine),
-                num_layers=sum(len(stage.layers) for stage in mine),
-                embedding=any(stage.embedding for stage in mine),
-                head=any(stage.head for stage in mine),
-                in_flight=int(in_flight.max(initial=0)),
-                at=str(timeline.program.actions[position[worst]]),
-                seconds=float(timeline.start[position[worst]]),
-                **values,
-                total=float(totals[worst]),
-                reserved=float(totals[worst]) * stack.allocator,
-            )
-        )
-    return tuple(ranks)
-
-
-def _played(job: Jobs, schedule: Schedule, timeline: Timeline, rules: MemoryRules, held: StageBytes):
-    """Per pipeline rank: positions of its actions in the program; float [6, actions] alive at each by part, float
-    [actions] alive for that moment, and how many (micro-batch, stage) pairs are in flight."""
     program = timeline.program
-    codes = np.zeros(len(program.actions), dtype=np.int64)
-    stage_of = np.zeros(len(program.actions), dtype=np.int64)
-    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.GATHER, Kind.REDUCE, Kind.FREE)
-    for code, kind in enumerate(kinds):
-        position, stage, _ = program.indices[kind]
-        codes[position], stage_of[position] = code, stage
+    codes, stage_of = _coded(program)
     trained = np.arange(schedule.num_stages) >= schedule.num_frozen_stages
     for pp_rank in range(schedule.pp):
         position = np.flatnonzero(program.pp_rank == pp_rank)
         code, stage = codes[position], stage_of[position]
-        forward, backward, gather, reduce, free = (code == number for number in range(len(kinds)))
-        first, reduces_next = _backwards(code, stage)
+        forward, backward, gather, reduce, free, of_input, of_weights = (code == number for number in range(len(CODED)))
+        # Of a split backward, W makes the gradients, and ends the life of what a forward keeps: I frees about as much
+        # as the gradients are that it leaves for W. But it reads the gathered keys and values last.
+        ends = backward | of_weights
+        first, reduces_next = _backwards(ends, reduce, stage)
         own = np.arange(pp_rank, schedule.num_stages, schedule.pp)
         sums, shards, weights = held.sums[stage], held.shards[stage], held.weights[stage]
-        began = np.zeros((6, len(position)))  # from this action on, by part
-        ended = np.zeros((6, len(position)))  # after it
-        began[0], ended[0] = gather * weights, -(free * weights)
-        began[1], ended[1] = first * sums, -(reduce * sums)
+        parts, freed = np.zeros((2, len(PARTS), len(position)))
         keeps = forward & trained[stage]
-        for part, kept in ((3, held.activations), (4, held.gathered_kv), (5, held.logits)):
-            began[part], ended[part] = keeps * kept[stage], -(backward * kept[stage])
-        alive = np.cumsum(began, axis=1)
-        alive[:, 1:] += np.cumsum(ended, axis=1)[:, :-1]
-        alive[2] += held.optimizer[own].sum()
+        parts[0], freed[0] = gather * weights, free * weights
+        parts[1], freed[1] = first * sums, reduce * sums
+        of_kv = backward | of_input
+        for part, kept, last in ((3, held.activations, ends), (4, held.gathered_kv, of_kv), (5, held.logits, ends)):
+            parts[part], freed[part] = keeps * kept[stage], last * kept[stage]
+        np.cumsum(parts, axis=1, out=parts)
+        parts[:, 1:] -= np.cumsum(freed, axis=1)[:, :-1]
+        parts[2] += held.optimizer[own].sum()
         # The shards of reduced gradients are made at the first reduction of a stage, and stay for the optimizer.
-        alive[1] += held.shards[own].sum() if rules.lasting_shards else np.cumsum(_first(stage, reduce) * shards)
+        parts[1] += held.shards[own].sum() if rules.lasting_shards else np.cumsum(_first(stage, reduce) * shards)
         if rules.static_gradients and job.zero < 3:
-            alive[0] = held.weights[own].sum()
+            parts[0], freed[0] = held.weights[own].sum(), 0.0
             if job.zero < 2:
-                alive[1] = held.sums[own].sum()
+                parts[1], freed[1] = held.sums[own].sum(), 0.0
         if job.zero >= 3:
-            alive[0] = _gathered(job, rules, held, own, schedule)
+            parts[0], freed[0] = _gathered(job, rules, held, own, schedule), 0.0
         transient = np.where(forward, held.in_forward[stage], 0.0)
-        transient = np.where(backward, held.in_backward[stage], transient)
-        transient = np.where(backward & reduces_next, held.in_last_backward[stage], transient)
-        change = keeps.astype(np.int64) - backward
-        yield position, alive, transient, np.cumsum(change) + (change < 0)
+        transient = np.where(ends | of_input, held.in_backward[stage], transient)
+        parts[6] = freed[6] = np.where(reduces_next, held.in_last_backward[stage], transient)
+        parts[7] = held.buffers
+        start = timeline.start[position]
+        yield RankLive(pp_rank, position, stage, start, parts, freed, first, reduce, keeps, frees=ends)
 
 
-def _backwards(code: Column, stage: Column) -> tuple[Column, Column]:
-    """Of one rank's actions: (backwards that begin a new sum of gradients, backwards that a reduction follows)."""
-    first, last = np.zeros(len(code), dtype=bool), np.zeros(len(code), dtype=bool)
+def _coded(program: Program) -> tuple[Column, Column]:
+    """(number of its kind in `CODED`, stage) of every action."""
+    codes = np.zeros(len(program.actions), dtype=np.int64)
+    stage_of = np.zeros(len(program.actions), dtype=np.int64)
+    for code, kind in enumerate(CODED):
+        position, stage, _ = program.indices[kind]
+        codes[position], stage_of[position] = code, stage
+    return codes, stage_of
+
+
+def _backwards(ends: Column, reduce: Column, stage: Column) -> tuple[Column, Column]:
+    """Of one rank's actions: (backwards that begin a new sum of gradients, backwards that a reduction follows).
+
+    `ends`: where backwards make the gradients of weights.
+    """
+    first, last = np.zeros(len(ends), dtype=bool), np.zeros(len(ends), dtype=bool)
     for own in np.unique(stage):
-        backwards, reductions = (
-            np.flatnonzero((stage == own) & (code == 1)),
-            np.flatnonzero((stage == own) & (code == 3)),
-        )
+        backwards, reductions = np.flatnonzero((stage == own) & ends), np.flatnonzero((stage == own) & reduce)
         if not len(backwards):
             continue
         starts = np.searchsorted(backwards, np.concatenate(([-1], reductions[:-1] if len(reductions) else reductions)))
@@ -230,7 +274,7 @@ def walk_row(job: Jobs, stack: SavesMemory) -> np.ndarray:
         pp=int(job.pp),
         v=int(job.v),
         num_micro_batches=number,
-        kind="1f1b" if order is Order.ZB_H1 else ORDER_NAMES[order],
+        kind=ORDER_NAMES[order],
         nc=min(int(job.nc), number) if order is Order.FLEXIBLE else None,
         zero=max(int(job.zero), 1),
         messages=False,

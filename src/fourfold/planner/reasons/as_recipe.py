@@ -44,8 +44,10 @@ from fourfold.recipe.write import commented_toml, write_new
 if TYPE_CHECKING:
     from fourfold.planner.search.problem import Problem
 
-SCHEDULES = ("afab", "1f1b", "interleaved", "flexible")
+SCHEDULES = ("afab", "1f1b", "interleaved", "flexible", "zb-h1")
 """Kinds of pipeline schedules that the trainer runs."""
+SEARCHED = ("afab", "1f1b", "interleaved", "flexible")
+"""Those of them that are looked at unless others are asked for."""
 _DTYPES = {precision: dtype for dtype, precision in TRAINED_IN.items()}
 _LOOKED_AT = 30  # of the fastest layouts, for one that has memory to spare
 _SET_ME = "/path/to/tokens"
@@ -58,8 +60,8 @@ def trainable(problem: Problem) -> Problem:
 
 
 def _allowed(problem: Problem) -> tuple[int | str, ...]:
-    asked = problem.limits.get("schedule", SCHEDULES)
-    return tuple(kind for kind in asked if kind in SCHEDULES) or SCHEDULES
+    asked = problem.limits.get("schedule", SEARCHED)
+    return tuple(kind for kind in asked if kind in SCHEDULES) or SEARCHED
 
 
 def layout_for_recipe(plan: Plan) -> Candidate:

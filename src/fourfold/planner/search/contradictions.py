@@ -45,10 +45,12 @@ def _or(values: object) -> str:
 def _schedule(problem: Problem) -> Iterator[str]:
     kinds, v, nc = problem.limits.get("schedule", ()), _numbers(problem, "virtual_stages"), _numbers(problem, "nc")
     pp = _numbers(problem, "pp")
-    if kinds == ("1f1b",) and v and min(v) > 1:
+    if set(kinds) <= {"1f1b", "zb-h1"} and kinds and v and min(v) > 1:
+        more = "; with more it is interleaved" if kinds == ("1f1b",) else ""
+        asked = f"schedule = {_or(kinds)} with virtual_stages = {_or(v)}"
         yield (
-            f"schedule = 1f1b with virtual_stages = {_or(v)}: 1f1b has one virtual stage per rank; with more it is "
-            "interleaved; nearest legal: schedule=interleaved, or virtual_stages=1"
+            f"{asked}: {_or(kinds)} has one virtual stage per rank{more}; "
+            "nearest legal: schedule=interleaved, or virtual_stages=1"
         )
     if kinds == ("interleaved",) and v and max(v) == 1:
         yield (

@@ -110,13 +110,14 @@ def play_exactly(
     pieces = parts(job, stack, imbalance)
     stages = stages_of(job, split)
     forward, backward = stage_seconds(pieces, stages)
+    weight = weight_seconds(pieces, stages)
 
     number, played = int(job.micro_batches), micro_batches_to_play(job)
     program = programs.of(job, played)
     rounds = rounds_of(number, nc=int(job.nc), pp=int(job.pp)) if played < number else ()
 
     def play(message: float) -> tuple[Timeline, float]:
-        timeline = program.play(forward=forward, backward=backward, message=message)
+        timeline = program.play(forward=forward, backward=backward, weight=weight, message=message)
         return timeline, timeline.step_time + _seconds_of_more_rounds(timeline, rounds)
 
     timeline, pipeline = play(float(pieces.message))
@@ -138,10 +139,11 @@ def micro_batches_to_play(job: Jobs) -> int:
     """How many micro-batches show all that a schedule does: all of them, but of many rounds a few.
 
     Once the pipeline is full, rounds take equally long and hold equally much, so that what another round adds is what
-    each of the rest adds. Where rounds cannot be equal, some are one shorter than the first.
+    each of the rest adds. Where rounds cannot be equal, some are one shorter than the first. In ZB-H1 a heavier stage
+    slows the others only when it has put off all the Ws that it may, which can take any number of rounds.
     """
     number, nc, pp = int(job.micro_batches), int(job.nc), int(job.pp)
-    if int(job.order) == Order.AFAB or 2 * pp * int(job.v) * number <= MOST_ACTIONS:
+    if int(job.order) in (Order.AFAB, Order.ZB_H1) or 2 * pp * int(job.v) * number <= MOST_ACTIONS:
         return number
     rounds = rounds_of(number, nc=nc, pp=pp)
     larger = rounds.count(rounds[0])
@@ -187,3 +189,16 @@ def stage_seconds(pieces: Parts, stages: tuple[Stage, ...]) -> tuple[np.ndarray,
     forward = layers * pieces.layer_forward + embedding * pieces.embedding_forward + head * pieces.head_forward
     backward = layers * pieces.layer_backward + embedding * pieces.embedding_backward + head * pieces.head_backward
     return forward, backward
+
+
+def weight_seconds(pieces: Parts, stages: tuple[Stage, ...]) -> np.ndarray:
+    """Seconds of W, the second half of a split backward, of every virtual stage for one micro-batch.
+
+    Half of the matrix products of layers and head (the head's backward is its forward and one product more), and the
+    sums of the embedding's gradient.
+    """
+    layers = np.array([len(stage.layers) for stage in stages])
+    embedding = np.array([stage.embedding for stage in stages])
+    head = np.array([stage.head for stage in stages])
+    of_head = pieces.head_backward - pieces.head_forward
+    return layers * pieces.late * pieces.layer_backward + embedding * pieces.embedding_backward + head * of_head

@@ -15,13 +15,11 @@ from fourfold.planner.memory.peak import PARTS, RESERVED, Memory, peak_memory
 from fourfold.planner.search.exact import Exact, once_per_step
 from fourfold.planner.search.problem import SPLIT_NAMES, Problem
 from fourfold.planner.search.space import CHUNK, LAYOUT, Space
-from fourfold.planner.timing.step import Parts, parts, step_time
+from fourfold.planner.timing.step import SHARES, Parts, parts, step_time
 
 if TYPE_CHECKING:
     from fourfold.planner.memory.walk import RankMemory
 
-SHARES = ("matmul", "attention", "memory_bound", "launch", "recompute", "tp", "cp", "dp", "imbalance")
-"""Of `Parts`: what a layer's time goes to. They say nothing of how much it is."""
 FIRST_LOOKS = 500  # layouts of which the fastest that fits is sought first, to know what is too slow
 DIGITS = 5  # of a time; layouts that differ by less are equally fast, and the simpler one goes first
 
@@ -163,7 +161,7 @@ def _seconds(problem: Problem, layouts: Space) -> np.ndarray:
     for column in (*kinds, c["nc"] * by_round, c["order"] * by_round):
         key = key * (int(column.max()) + 1) + column
     _, first, kind_of = np.unique(key, return_index=True, return_inverse=True)
-    names = [field.name for field in fields(Parts) if field.name not in SHARES]
+    names = [field.name for field in fields(Parts) if field.name not in SHARES]  # these say nothing of how much it is
     pieces = {name: np.empty(len(first)) for name in names}
     for rows, jobs in layouts.take(first).chunks(problem):
         some = parts(jobs, problem.stack, problem.imbalance)

@@ -17,7 +17,6 @@ from fourfold.planner.jobs import (
     RECOMPUTE_NAMES,
     TRAINED_IN,
     Jobs,
-    Order,
     Precision,
     Split,
     model_columns,
@@ -43,7 +42,7 @@ RECOMPUTES = {name: recompute for recompute, name in RECOMPUTE_NAMES.items()}
 SPLITS = {name: split for split, name in SPLIT_NAMES.items()}
 COUNTED = ("tp", "cp", "pp", "dp", "virtual_stages", "nc", "micro_batch")
 NAMED = {
-    "schedule": tuple(name for name, order in ORDERS.items() if order is not Order.ZB_H1),  # as layouts are generated
+    "schedule": tuple(ORDERS),
     "recompute": tuple(RECOMPUTE_NAMES.values()),
     "split": tuple(SPLIT_NAMES.values()),
 }
@@ -345,8 +344,7 @@ def _check_limit(name: str, values: tuple[int | str, ...]) -> None:
         raise ValueError(f"{name}: leaves no value; give at least one")
     for value in values:
         if name in NAMED and value not in NAMED[name]:
-            measured_only = value == ORDER_NAMES[Order.ZB_H1]  # runs that are measured have it; no layout is made of it
-            near = "1f1b" if measured_only else nearest_name(str(value), NAMED[name])
+            near = nearest_name(str(value), NAMED[name])
             hint = f"; nearest legal: {near}" if near else ""
             raise ValueError(f"{name} = {value!r}: must be one of {', '.join(NAMED[name])}{hint}")
         if name == "zero" and value not in (1, 2, 3):

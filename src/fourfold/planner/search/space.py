@@ -2,7 +2,8 @@
 nc, micro-batch, schedule, ZeRO mode, recomputation, split of the layers.
 
 The rules of legality are those of a recipe (`recipe.rules`) and of `layout.generate`; a layout uses all GPUs. What is
-left out is the same as something that is in, or cannot be among the best; `LEFT_OUT` says it in words.
+left out is the same as something that is in, cannot be among the best, or must be asked for; `LEFT_OUT` says it in
+words.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ LEFT_OUT = (
     "ZeRO-2 with one stage per rank: ZeRO-1 holds as little, and reduces once",
     "even where ends_light deals the layers alike",
     "recomputation of other parts than none, selective and full",
+    "zb-h1, unless it is asked for",
 )
 
 LAYOUT = ("tp", "cp", "pp", "dp", "v", "nc", "micro_batch", "order", "split", "zero", "recompute")
@@ -184,6 +186,8 @@ def _schedules(problem: Problem, pp: int, per_group: int, cap: int) -> dict[str,
     stages = [int(v) for v in limits.get("virtual_stages", stage_numbers(layers, pp))]
     asked = [int(nc) for nc in limits["nc"]] if "nc" in limits else [-(-3 * pp // 2), 2 * pp, per_group]
     options = [(Order.AFAB, 0), (Order.INTERLEAVED, pp), *((Order.FLEXIBLE, nc) for nc in sorted({*asked} - {pp}))]
+    if "zb-h1" in limits.get("schedule", ()):
+        options.append((Order.ZB_H1, pp))
     micro_batch, v, option = (
         a.ravel()
         for a in np.meshgrid(np.array(sizes, int), np.array(stages, int), np.arange(len(options)), indexing="ij")
@@ -194,8 +198,9 @@ def _schedules(problem: Problem, pp: int, per_group: int, cap: int) -> dict[str,
     nc = np.where(order == Order.AFAB, number, np.minimum(nc, number) if "nc" not in limits else nc)
     rounds = np.where(order == Order.AFAB, 1, np.minimum(-(-number // np.maximum(nc, 1)), np.maximum(number // pp, 1)))
 
-    afab, flexible = order == Order.AFAB, order == Order.FLEXIBLE
-    keep = np.where(afab, pp > 1 or limits.get("schedule") == ("afab",), number >= pp)
+    afab, flexible, split = (order == kind for kind in (Order.AFAB, Order.FLEXIBLE, Order.ZB_H1))
+    keep = np.where(afab, pp > 1 or limits.get("schedule") == ("afab",), (number >= pp) | split)
+    keep &= ~split | ((v == 1) & (pp > 1 or limits.get("schedule") == ("zb-h1",)))
     keep &= ~flexible | ((v > 1) & (nc >= pp) & (nc <= number) & (rounds < np.maximum(number // pp, 1)))
     # The same rounds as the option before (they are sorted by nc): the same schedule.
     before = np.roll(rounds, 1)

@@ -62,7 +62,7 @@ def _reduces_in_layers(jobs: Jobs) -> Column:
     return (jobs.zero == 3) | ((jobs.zero == 2) & (jobs.pp == 1))
 
 
-def _reduce(jobs: Jobs, constants: Constants, shards: collectives.Group, size: Column) -> Column:
+def scatter_gradients(jobs: Jobs, constants: Constants, shards: collectives.Group, size: Column) -> Column:
     """Gradients of `size` parameters to their shards; where copies of the shards exist, summed over these, too."""
     copies = np.maximum(jobs.dp * jobs.cp / jobs.shards, 1)
     apart = np.maximum(jobs.shards / jobs.cp, 1) * collectives.dp_stride(jobs, constants)
@@ -77,7 +77,7 @@ def layer_shards(jobs: Jobs, constants: Constants, forward: Column, backward: Co
     size = matrices / jobs.tp + norms
     shards = collectives.sharding_group(jobs, constants, jobs.shards)
     gather = np.where(jobs.zero == 3, collectives.all_gather(shards, WEIGHT * size), 0.0)
-    reduce = np.where(_reduces_in_layers(jobs), _reduce(jobs, constants, shards, size), 0.0)
+    reduce = np.where(_reduces_in_layers(jobs), scatter_gradients(jobs, constants, shards, size), 0.0)
     return Exposed(
         exposed(gather, forward) + constants.contention * np.minimum(gather, forward),
         exposed(gather + reduce, backward) + constants.contention * np.minimum(gather + reduce, backward),
@@ -103,7 +103,7 @@ def step_shards(jobs: Jobs, constants: Constants, layer_forward: Column, layer_b
     gather = np.where(per_step, collectives.all_gather(shards, WEIGHT * size), 0.0)
     rounds = np.where((jobs.zero == 2) & (jobs.order != Order.AFAB), np.ceil(jobs.micro_batches / jobs.nc), 1)
     plain = collectives.all_reduce(shards, jobs.reduce_bytes * size)
-    reduce = np.where(jobs.zero == 0, plain, rounds * _reduce(jobs, constants, shards, size))
+    reduce = np.where(jobs.zero == 0, plain, rounds * scatter_gradients(jobs, constants, shards, size))
     reduce = np.where(_reduces_in_layers(jobs), 0.0, reduce)
     layers = jobs.layers / jobs.pp
     return Exposed(

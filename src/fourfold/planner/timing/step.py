@@ -50,6 +50,26 @@ class Parts:
     imbalance: Column
 
 
+SHARES = ("matmul", "attention", "memory_bound", "launch", "recompute", "tp", "cp", "dp", "imbalance")
+"""What a layer's time goes to."""
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """One layer and micro-batch on one rank, in one direction; all that follows sums to `seconds`."""
+
+    seconds: Column
+    matmul: Column
+    attention: Column
+    memory_bound: Column
+    launch: Column  # what launching takes longer than all else
+    recompute: Column
+    tp: Column  # exposed communication
+    cp: Column
+    dp: Column  # ZeRO-3's
+    imbalance: Column  # waiting for the rank with most attention
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step, and what they go to; the parts sum to `seconds`."""
@@ -75,12 +95,18 @@ class StepTime:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "seconds"}
 
 
-def parts(jobs: Jobs, stack: Stack | Constants, imbalance: Imbalance | None = None) -> Parts:
-    """Durations of the pieces that a step consists of."""
+def passes(
+    jobs: Jobs, stack: Stack | Constants, imbalance: Imbalance | None = None
+) -> tuple[LayerSeconds, LayerSeconds]:
+    """What one layer takes of one micro-batch: (forward, backward)."""
     constants = constants_of(stack)
-    at = rates(jobs, constants)
-    work = layer_work(jobs, constants, at)
-    head, embedding = head_work(jobs, at), embedding_work(jobs, at)
+    work = layer_work(jobs, constants, rates(jobs, constants))
+    return _passes(jobs, constants, work, imbalance)
+
+
+def _passes(
+    jobs: Jobs, constants: Constants, work: LayerWork, imbalance: Imbalance | None
+) -> tuple[LayerSeconds, LayerSeconds]:
     tp = exposure.tensor_parallel(jobs, constants, work)
     cp = exposure.context_parallel(jobs, constants, work)
     again, relaunched = _recomputed(jobs, work, tp.forward + cp.forward)
@@ -93,13 +119,46 @@ def parts(jobs: Jobs, stack: Stack | Constants, imbalance: Imbalance | None = No
     dp = exposure.layer_shards(jobs, constants, forward, backward)
     forward = forward + tp.forward + cp.forward + dp.forward
     backward = backward + tp.backward + cp.backward + dp.backward
-    layer_forward = largest(forward, work.launch[0])
-    layer_backward = largest(backward, work.launch[1] + relaunched)
-    both = layer_forward + layer_backward
-    shards = exposure.step_shards(jobs, constants, layer_forward, layer_backward)
+    return (
+        LayerSeconds(
+            seconds=largest(forward, work.launch[0]),
+            matmul=work.matmul[0],
+            attention=work.attention[0],
+            memory_bound=work.memory_bound[0],
+            launch=largest(forward, work.launch[0]) - forward,
+            recompute=np.zeros_like(again),
+            tp=tp.forward,
+            cp=cp.forward,
+            dp=dp.forward,
+            imbalance=waiting[0],
+        ),
+        LayerSeconds(
+            seconds=largest(backward, work.launch[1] + relaunched),
+            matmul=work.matmul[1],
+            attention=work.attention[1],
+            memory_bound=work.memory_bound[1],
+            launch=largest(backward, work.launch[1] + relaunched) - backward,
+            recompute=again,
+            tp=tp.backward,
+            cp=cp.backward,
+            dp=dp.backward,
+            imbalance=waiting[1],
+        ),
+    )
+
+
+def parts(jobs: Jobs, stack: Stack | Constants, imbalance: Imbalance | None = None) -> Parts:
+    """Durations of the pieces that a step consists of."""
+    constants = constants_of(stack)
+    at = rates(jobs, constants)
+    work = layer_work(jobs, constants, at)
+    head, embedding = head_work(jobs, at), embedding_work(jobs, at)
+    forward, backward = _passes(jobs, constants, work, imbalance)
+    both = forward.seconds + backward.seconds
+    shards = exposure.step_shards(jobs, constants, forward.seconds, backward.seconds)
     return Parts(
-        layer_forward=layer_forward,
-        layer_backward=layer_backward,
+        layer_forward=forward.seconds,
+        layer_backward=backward.seconds,
         embedding_forward=embedding[0],
         embedding_backward=embedding[1],
         head_forward=head[0],
@@ -111,16 +170,8 @@ def parts(jobs: Jobs, stack: Stack | Constants, imbalance: Imbalance | None = No
         fixed=np.asarray(constants.fixed),
         inflation=1 + constants.slow * np.log2(np.maximum(jobs.gpus / 8, 1)),
         p2p=np.asarray(constants.p2p),
-        late=0.5 * work.matmul[1] / layer_backward,
-        matmul=sum(work.matmul) / both,
-        attention=sum(work.attention) / both,
-        memory_bound=sum(work.memory_bound) / both,
-        launch=(both - forward - backward) / both,
-        recompute=again / both,
-        tp=(tp.forward + tp.backward) / both,
-        cp=(cp.forward + cp.backward) / both,
-        dp=(dp.forward + dp.backward) / both,
-        imbalance=sum(waiting) / both,
+        late=0.5 * work.matmul[1] / backward.seconds,
+        **{name: (getattr(forward, name) + getattr(backward, name)) / both for name in SHARES},
     )
 
 
@@ -206,7 +257,9 @@ def step_time(
 
     # Measured runs exist whose last micro-batch is not full.
     micro_batches = np.maximum(jobs.sequences / (jobs.dp * jobs.micro_batch), 1)
-    put_off = np.where(jobs.order == Order.ZB_H1, 2 * p.late * p.layer_backward / layer, 0.0)
+    # ZB-H1 puts off (pp - 1) W, and fills as much of the wait for gradients with them: (pp - 1) (F + B - 2 W).
+    filled = 1 + np.minimum(jobs.micro_batches - 1, jobs.pp - 1) / np.maximum(jobs.pp - 1, 1)
+    put_off = np.where(jobs.order == Order.ZB_H1, filled * p.late * p.layer_backward / layer, 0.0)
     bubble = bubble_chunks(jobs) / jobs.v * mean * (1 - put_off)
     hops = 2 * p.message
     p2p = (jobs.pp - 1) * hops

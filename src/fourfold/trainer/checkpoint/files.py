@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fourfold.data.writer import open_folder, sync_folder
+from fourfold.recipe.places import local_folder, open_url
 
 
 class Files(Protocol):
@@ -61,10 +62,8 @@ class Files(Protocol):
 
 def files_at(place: str | Path) -> Files:
     """The files under a local path, a file:// URL, or any other URL that fsspec knows."""
-    place = str(place)
-    if place.startswith("file://"):
-        return LocalFiles(Path(place.removeprefix("file://")))
-    return UrlFiles(place) if "://" in place else LocalFiles(Path(place))
+    folder = local_folder(place)
+    return UrlFiles(str(place)) if folder is None else LocalFiles(folder)
 
 
 class LocalFiles:
@@ -134,14 +133,16 @@ class UrlFiles:
     renames = False
 
     def __init__(self, root: str) -> None:
-        import fsspec
-
-        try:
-            self._fs, path = fsspec.core.url_to_fs(root)
-        except (ValueError, ImportError) as error:  # an unknown scheme, or a package that is not installed
-            raise OSError(f"{root} cannot be opened: {error}") from None
         self.root = root
-        self._path = path.rstrip("/")
+        self._opened, self._path = open_url(root)
+        self._process = os.getpid()
+
+    @property
+    def _fs(self) -> Any:
+        """The store, which a process that was forked since must open anew: the connections are its parent's."""
+        if self._process != os.getpid():
+            self._opened, self._process = open_url(self.root)[0], os.getpid()
+        return self._opened
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"

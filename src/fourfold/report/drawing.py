@@ -1,0 +1,118 @@
+"""What pictures and pages show, as plain data: timelines, memory curves, heat maps, splits.
+
+Whoever has something to show (a schedule, a simulation, measured traces) makes these; `pictures` draws them as PNG and
+SVG, `page` as one HTML file. So what is drawn looks the same wherever it comes from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+KINDS = ("F", "B", "I", "W", "SEND_F", "SEND_B", "GATHER", "REDUCE", "STEP")
+"""What boxes stand for, as `layout.Kind` names it. STEP: what follows the pipeline, such as the optimizer."""
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """The boxes of a timeline, as columns of equal length."""
+
+    row: np.ndarray  # int: of the timeline
+    kind: np.ndarray  # int: index into KINDS
+    stage: np.ndarray  # int: global virtual stage; -1: none
+    micro_batch: np.ndarray  # int; -1: none
+    start: np.ndarray  # float, in the timeline's unit
+    end: np.ndarray
+    wait: np.ndarray  # float: how long the row did nothing just before the box
+    cause: np.ndarray  # int: index into the timeline's causes; -1: none
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What happens when, a row per rank."""
+
+    title: str
+    unit: str
+    """"s", or "F": the time of a forward."""
+    rows: tuple[str, ...]
+    """Labels, such as "pp 3" or "rank 27 (dp 0 pp 3 cp 0 tp 3)"."""
+    num_chunks: int
+    """Virtual stages of a row: a box's chunk, which gives its colour, is stage // pp."""
+    pp: int
+    boxes: Boxes
+    lanes: Boxes | None = None
+    """Messages and FSDP collectives, which run beside the computations of their row."""
+    causes: tuple[str, ...] = ()
+    """Sentences that say what a box waited for."""
+    span: float = 0.0
+    """When all is over: the step's time."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Live bytes over time, a curve per row of the timeline that is shown above it."""
+
+    unit: str
+    """Of time, as in the timeline."""
+    rows: tuple[str, ...]
+    parts: tuple[str, ...]
+    """What the bytes are: weights, gradients, activations ..."""
+    times: tuple[np.ndarray, ...]
+    """Per row, ascending: from when on the bytes are alive."""
+    bytes: tuple[np.ndarray, ...]
+    """Per row, float [parts, times]."""
+    peaks: tuple[str, ...]
+    """Per row, a sentence: how much, when and why."""
+    capacity: float | None = None
+    """Bytes that one GPU has for a program."""
+    quantity: str = "bytes"
+    """What is alive. Anything but bytes is shown as a plain count under this name."""
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """One number per rank, in [DP][PP][CP][TP] order."""
+
+    title: str
+    unit: str
+    values: np.ndarray  # float [dp, pp, cp, tp]
+    marked: tuple[tuple[int, int, int, int], ...] = ()
+    """Ranks to point at, as (dp, pp, cp, tp)."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A whole and its parts, such as a step's time by what it goes to."""
+
+    title: str
+    unit: str
+    parts: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a head. Numbers are right-aligned by whoever shows them."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """All that one HTML page shows, in this order; what is None or empty is left out."""
+
+    title: str
+    summary: tuple[tuple[str, str], ...]
+    """(name, value) pairs: step time, bubble, peak memory ..."""
+    findings: tuple[str, ...] = ()
+    """Sentences that say what the page shows: where the bubble is, which rank peaks and why."""
+    timeline: Timeline | None = None
+    memory: Memory | None = None
+    splits: tuple[Split, ...] = ()
+    heat_maps: tuple[HeatMap, ...] = ()
+    tables: tuple[Table, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    """What was assumed."""

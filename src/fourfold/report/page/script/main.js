@@ -1,0 +1,121 @@
+/* Puts the charts into their places and connects them. */
+
+const element = (id) => document.getElementById(id);
+
+function frameOf({ timeline, memory }, bytes) {
+  if (timeline) return new Frame(timeline.span, timeline.unit);
+  return memory && new Frame(Math.max(0, ...readColumn(bytes, memory.times)), memory.unit);
+}
+
+function start(data, bytes) {
+  const frame = frameOf(data, bytes);
+  const charts = [];
+  let [timeline, memory] = [null, null];
+  if (data.timeline) {
+    timeline = new Timeline(element("timeline").querySelector(".plot"), data.timeline, bytes, frame);
+    charts.push(timeline);
+  }
+  if (data.memory) {
+    memory = new Memory(element("memory").querySelector(".plot"), data.memory, bytes, frame);
+    charts.push(memory);
+  }
+  data.heatMaps.forEach((map, i) => {
+    const [scale, host] = document.querySelectorAll(`[data-map="${i}"]`);
+    charts.push(new HeatMap(host, scale, map, bytes));
+  });
+  if (frame) frame.listeners.push((what) => shown(frame, [timeline, memory], what));
+  if (frame) connect(frame, timeline, memory);
+  const resize = () => {
+    if (frame) placeFrame(frame, timeline, memory);
+    for (const chart of charts) chart.resize();
+  };
+  resize();
+  connectTheme(charts);
+  if (frame) frame.all();
+  let width = document.body.clientWidth;
+  new ResizeObserver(() => {
+    if (width === document.body.clientWidth) return;
+    width = document.body.clientWidth;
+    resize();
+  }).observe(document.body);
+  // Once all of this has been painted.
+  requestAnimationFrame(() => requestAnimationFrame(() => {
+    document.body.dataset.ready = performance.now().toFixed(1);
+  }));
+}
+
+/** Both charts of time have the same margins. */
+function placeFrame(frame, timeline, memory) {
+  const chart = timeline ?? memory;
+  const width = chart.host.clientWidth;
+  const wanted = Math.max(timeline ? timeline.labelWidth() : 0, 96);
+  frame.place(Math.round(Math.min(wanted, width * 0.3)), width - (timeline ? 64 : 12));
+}
+
+function shown(frame, charts, what) {
+  for (const chart of charts) chart?.surface.ask(what);
+  if (what === "draw" && element("range")) element("range").textContent = frame.words();
+}
+
+function connect(frame, timeline, memory) {
+  const rank = element("rank");
+  const select = (row) => {
+    if (timeline?.data.rows[row] !== undefined) timeline.select(row);
+    if (memory?.data.rows[row] === undefined) return;
+    memory.select(row);
+    rank.value = String(row);
+    element("peak").textContent = memory.data.peaks[row];
+    for (const line of element("peaks").rows) line.classList.toggle("chosen", line.dataset.row === String(row));
+  };
+  for (const chart of [timeline, memory]) if (chart) chart.onSelect = select;
+  rank?.addEventListener("change", () => select(Number(rank.value)));
+  element("peaks")?.addEventListener("click", ({ target }) => {
+    if (target.tagName === "BUTTON") select(Number(target.closest("tr").dataset.row));
+  });
+  select(memory?.fullest ?? 0);
+  const does = {
+    in: () => frame.zoom(0.6), out: () => frame.zoom(1 / 0.6), all: () => frame.all(),
+    left: () => frame.move(-0.3), right: () => frame.move(0.3),
+  };
+  for (const button of document.querySelectorAll("[data-do]")) {
+    button.addEventListener("click", does[button.dataset.do]);
+  }
+  element("lanes")?.addEventListener("change", ({ target }) => timeline.showLanes(target.checked));
+}
+
+/** Dark or light as the system says, until the button is pressed. Paper is always light. */
+const system = matchMedia("(prefers-color-scheme: dark)");
+
+function setTheme(dark) {
+  document.documentElement.dataset.theme = dark ? "dark" : "light";
+  theme.forget();
+}
+
+function connectTheme(charts) {
+  const button = element("theme");
+  let chosen = null;
+  const apply = (dark) => {
+    setTheme(dark);
+    button.textContent = dark ? "light" : "dark";
+    for (const chart of charts) chart.surface.ask("draw");
+  };
+  const usual = () => apply(chosen ?? system.matches);
+  button.addEventListener("click", () => {
+    chosen = document.documentElement.dataset.theme !== "dark";
+    usual();
+  });
+  system.addEventListener("change", usual);
+  addEventListener("beforeprint", () => {
+    apply(false);
+    for (const chart of charts) chart.surface.paint();
+  });
+  addEventListener("afterprint", usual);
+  button.hidden = false;
+  usual();
+}
+
+// Before anything is painted; the charts wait for the end of the document, and for their numbers.
+setTheme(system.matches);
+addEventListener("DOMContentLoaded", async () => {
+  start(JSON.parse(element("data").textContent), await readBytes(element("columns").textContent));
+});

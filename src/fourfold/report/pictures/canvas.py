@@ -1,0 +1,120 @@
+"""What all pictures share: settings of their own, sizes of text, units, and how a drawing becomes a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from io import BytesIO
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
+
+from fourfold.report.files import write_whole
+from fourfold.report.palette import FAINT, INK, PAPER, QUIET
+
+DPI = 150
+POINTS = 72.0  # per inch
+_SETTINGS = {
+    "font.size": 8.0,
+    "axes.edgecolor": QUIET,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.6,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.5,
+    "hatch.linewidth": 0.7,
+    "legend.frameon": False,
+    "text.color": INK,
+    "xtick.color": QUIET,
+    "ytick.color": QUIET,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "figure.facecolor": PAPER,
+    "svg.fonttype": "none",  # text stays text: it can be searched, and files are small
+    "svg.hashsalt": "fourfold",  # else names in the file differ from time to time
+}
+_NO_METADATA = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
+_BYTES = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+
+
+def write_drawn(path: Path, draw: Callable[[], Figure]) -> None:
+    """Draws under matplotlib's own settings and ours, whatever the user's are, and writes the file whole."""
+    kind = path.suffix.lower().removeprefix(".")
+    out = BytesIO()
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_SETTINGS)
+        draw().savefig(out, format=kind, dpi=DPI, metadata=_NO_METADATA[kind])
+    write_whole(path, out.getvalue())
+
+
+@lru_cache(maxsize=4096)
+def text_width(text: str, size: float, *, bold: bool = False) -> float:
+    """Inches that a text takes, the longest of its lines."""
+    font = get_font(findfont(FontProperties(weight="bold" if bold else "normal")))
+    font.set_size(size, POINTS)
+    widths = [0.0]
+    for line in text.splitlines():
+        font.set_text(line)
+        widths.append(font.get_width_height()[0] / 64 / POINTS)  # from 26.6 fixed point
+    return max(widths)
+
+
+def place(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
+    """Axes in inches from the left and from the top of the figure."""
+    full_width, full_height = figure.get_size_inches()
+    return figure.add_axes(
+        (left / full_width, 1 - (top + height) / full_height, width / full_width, height / full_height)
+    )
+
+
+def write_at(figure: Figure, left: float, baseline: float, text: str, *, size: float, bold: bool = False) -> None:
+    """A line of text whose baseline starts so many inches from the left and from the top of the figure."""
+    full_width, full_height = figure.get_size_inches()
+    weight = "bold" if bold else "normal"
+    figure.text(left / full_width, 1 - baseline / full_height, text, size=size, weight=weight, parse_math=False)
+
+
+def wrapped(text: str, width: float, size: float, *, bold: bool = False) -> list[str]:
+    """Lines of whole words, none wider than `width` inches unless it is a single word."""
+    lines: list[str] = []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and text_width(longer, size, bold=bold) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
+
+
+def byte_unit(most: float) -> tuple[str, float]:
+    """The unit in which a number of bytes is read best, and its size: GiB, or what is next to it."""
+    return next(((name, float(size)) for name, size in _BYTES if most >= size), ("B", 1.0))
+
+
+def time_label(unit: str, span: float) -> str:
+    """The name of an axis of time that ends at `span`."""
+    if unit == "F":
+        return "time, in forwards of one micro-batch through one chunk"
+    return f"time ({_time_unit(unit, span)[0]})"
+
+
+def set_times(axes: Axes, unit: str, span: float) -> None:
+    """Numbers along an axis of time: seconds may become milliseconds."""
+    _, size = _time_unit(unit, span)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / size:g}")
+
+
+def _time_unit(unit: str, span: float) -> tuple[str, float]:
+    if unit != "s":
+        return unit, 1.0
+    return next((entry for entry in _SECONDS if span >= entry[1]), _SECONDS[-1])

@@ -1,0 +1,289 @@
+"""Chrome traces of simulated steps, as PyTorch's profiler would have written them on every rank.
+
+They open in Perfetto, and they are what the debugger is tested on: groups, arguments and ranges are those of real
+traces, faults are where they would be, and the clocks of hosts are wrong on request. What is true stands beside them in
+truth.json. docs/formats.md has the form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import groupby
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from fourfold.report.trace_events import Processes, RankTrace
+from fourfold.report.trace_groups import Groups, Sizes
+from fourfold.report.trace_step import Step, slot_of
+from fourfold.simulator.engine import simulate
+from fourfold.simulator.played import Played
+from fourfold.simulator.scenario import Scenario
+
+MOST_RANKS = 256
+"""Files that are written without being asked for by rank."""
+TRUTH = "truth.json"
+
+_ORIGIN = 1_000_000_000  # ns: when the first step begins
+_EPOCH = 1_774_000_000_000_000_000  # ns since 1970, of the traces' time 0
+_TOGETHER = 16  # ranks whose events are made at once
+_HELD = 2_000  # events of a rank that are held before they are written
+
+
+def write_traces(
+    folder: Path,
+    scenario: Scenario,
+    played: Played,
+    *,
+    ranks: Sequence[int] | None = None,
+    merged: bool = False,
+    skew_ms: float = 0.0,
+    seed: int = 0,
+    steps: int = 1,
+    sizes: Sizes | None = None,
+    gpus_per_node: int = 8,
+    compress: bool = False,
+) -> tuple[Path, ...]:
+    """Writes the traces of some steps, one file per rank, and truth.json beside them.
+
+    Args:
+        folder: is made if it is not there.
+        scenario: what was simulated.
+        played: its first step, simulated with `keep`.
+        ranks: global ranks to write; None: all, if these are not too many.
+        merged: one file, merged.json, in which each rank is a process.
+        skew_ms: the clock of each host is wrong by up to so many milliseconds.
+        seed: of the clocks.
+        steps: how many; those after the first have other random variations, if the scenario has any.
+        sizes: of messages; without, the traces do not tell them.
+        gpus_per_node: ranks that share a host, and its clock.
+        compress: write .json.gz.
+
+    Returns:
+        The traces, by rank.
+
+    Raises:
+        ValueError: more files than anybody wants, a rank that is not there, or a folder with traces of other ranks.
+    """
+    chosen = _chosen(scenario.grid.size, ranks)
+    if not played.end and played.graph.nodes:
+        raise ValueError("a trace needs the start and end of every node; simulate with keep=True")
+    if played.graph is not scenario.graph or played.lanes != scenario.lanes:
+        raise ValueError("what was played is not this scenario")
+    for name, value in (("steps", steps), ("gpus_per_node", gpus_per_node)):
+        if value < 1:
+            raise ValueError(f"{name} = {value}: must be at least 1")
+    if skew_ms < 0:
+        raise ValueError(f"--skew-ms {skew_ms:g}: must be at least 0")
+    ending = ".json.gz" if compress else ".json"
+    names = {rank: "merged" if merged else f"rank-{rank:05d}" for rank in chosen}
+    paths = {rank: folder / f"{name}{ending}" for rank, name in names.items()}
+    _check_folder(folder, {*paths.values()})
+    hosts = -(-scenario.grid.size // gpus_per_node)
+    skews = np.random.default_rng(seed).uniform(-skew_ms, skew_ms, hosts) * 1e6
+    offsets = np.rint(skews).astype(int).tolist()
+    writer = _Writer(scenario, paths, offsets, sizes=sizes, gpus_per_node=gpus_per_node, merged=merged)
+    seconds = writer.write(played, steps)
+    truth = {
+        "format": 1,
+        "grid": dataclasses.asdict(scenario.grid),
+        "gpus_per_node": gpus_per_node,
+        "skew_ms": skew_ms,
+        "seed": seed,
+        "clock_offsets_ns": offsets,
+        "step_seconds": seconds,
+        "ranks": chosen,
+        "faults": _faults(scenario),
+    }
+    (folder / TRUTH).write_text(json.dumps(truth, indent=1) + "\n", encoding="utf-8")
+    return tuple(dict.fromkeys(paths.values()))
+
+
+def parse_ranks(text: str, size: int) -> tuple[int, ...]:
+    """Ranks as a person lists them: 0-7,16. ValueError, naming the text and the rule."""
+    out: dict[int, None] = {}
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or not (last.isdecimal() if dash else not last):
+            raise ValueError(f"--trace-ranks {text}: must be ranks and ranges of them, as in 0-7,16")
+        low, high = int(first), int(last if dash else first)
+        if low > high:
+            raise ValueError(f"--trace-ranks {text}: {part.strip()} runs backwards; {high}-{low} is meant")
+        if high >= size:
+            raise ValueError(f"--trace-ranks {text}: there are ranks 0 to {size - 1}")
+        out |= dict.fromkeys(range(low, high + 1))
+    return tuple(sorted(out))
+
+
+def _chosen(size: int, ranks: Sequence[int] | None) -> list[int]:
+    if ranks is None:
+        if size > MOST_RANKS:
+            raise ValueError(
+                f"{size:,} ranks would be {size:,} traces; choose some with --trace-ranks, such as --trace-ranks 0-63 "
+                f"(all that there are with --trace-ranks 0-{size - 1})"
+            )
+        return [*range(size)]
+    wrong = [rank for rank in ranks if not 0 <= rank < size]
+    if wrong or not ranks:
+        raise ValueError(f"rank {wrong[0] if wrong else 'none'}: there are ranks 0 to {size - 1}")
+    return sorted({*ranks})
+
+
+def _check_folder(folder: Path, paths: set[Path]) -> None:
+    """Makes the folder. Traces of other ranks in it would be read as part of these."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = [path for pattern in ("rank-*.json*", "merged.json*") for path in folder.glob(pattern)]
+    others = sorted(path.name for path in found if path not in paths)
+    if others:
+        raise ValueError(f"{folder}: there are other traces in it, such as {others[0]}; choose an empty folder")
+
+
+def _faults(scenario: Scenario) -> dict[str, object]:
+    faults = scenario.faults
+    return {
+        "ranks": {str(rank): factor for rank, factor in faults.ranks.items()},
+        "links": [[one, other, factor] for (one, other), factor in faults.links.items()],
+        "cpus": {str(rank): seconds for rank, seconds in faults.cpus.items()},
+        "jitter": faults.jitter,
+        "seed": faults.seed,
+        "sentences": list(faults.descriptions()),
+    }
+
+
+class _Writer:
+    """Writes the files piece by piece: a step of a few ranks at a time."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        paths: dict[int, Path],
+        offsets: Sequence[int],
+        *,
+        sizes: Sizes | None,
+        gpus_per_node: int,
+        merged: bool,
+    ) -> None:
+        self.scenario, self.paths, self.merged, self.gpus_per_node = scenario, paths, merged, gpus_per_node
+        self.slot = slot_of(scenario)
+        self.begins = _ORIGIN + max(map(abs, offsets))
+        self._opened: set[Path] = set()
+        self._headed: set[Path] = set()
+        self._begun: set[int] = set()
+        world = tuple(range(scenario.grid.size))
+        one_channel = scenario.graph.receives != "asynchronous"
+        self.traces = {
+            rank: RankTrace(
+                scenario.grid,
+                Groups(scenario.grid, rank, world=world, one_channel=one_channel),
+                Processes.of(rank, gpus_per_node, merged=merged),
+                device=rank % gpus_per_node,
+                offset=offsets[rank // gpus_per_node],
+                slot=self.slot,
+                sizes=sizes,
+            )
+            for rank in paths
+        }
+
+    def write(self, played: Played, steps: int) -> list[float]:
+        """All steps. Their seconds."""
+        seconds: list[float] = []
+        begins = self.begins
+        for number in range(steps):
+            scenario = self._varied(number)
+            if number and scenario.faults.jitter:
+                played = simulate(scenario)
+            step = Step(scenario, played, number=number + 1, begins=begins, slot=self.slot)
+            for some in self._batches():
+                self._write_step(step, some)
+            seconds.append(played.step_seconds)
+            begins += round(played.step_seconds * 1e9)
+        for path in dict.fromkeys(self.paths.values()):
+            with self._open(path) as file:
+                file.write(b"\n]}\n")
+            _partial(path).replace(path)
+        return seconds
+
+    def _varied(self, number: int) -> Scenario:
+        """The scenario of a later step."""
+        faults = self.scenario.faults
+        return self.scenario.replace(faults=dataclasses.replace(faults, seed=faults.seed + number))
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Ranks that are written at once: of one pipeline rank, whose computations are laid out once for all."""
+        ranks = sorted(self.paths, key=lambda rank: (self.scenario.grid.coordinates(rank).pp, rank))
+        for _, some in groupby(ranks, key=lambda rank: self.scenario.grid.coordinates(rank).pp):
+            some = [*some]
+            yield from (some[i : i + _TOGETHER] for i in range(0, len(some), _TOGETHER))
+
+    def _write_step(self, step: Step, ranks: Sequence[int]) -> None:
+        with ExitStack() as stack:
+            paths = dict.fromkeys(self.paths[rank] for rank in ranks)
+            files = {path: stack.enter_context(self._open(path)) for path in paths}
+            by_rank = {rank: files[self.paths[rank]] for rank in ranks}
+
+            def put(trace: RankTrace, least: int = _HELD) -> None:
+                if text := trace.take(least):
+                    by_rank[trace.groups.rank].write(f",\n{text}".encode())
+
+            traces = [self.traces[rank] for rank in ranks]
+            for trace in traces:
+                self._begin(trace, by_rank[trace.groups.rank])
+            step.write(traces, put)
+            for trace in traces:
+                put(trace, 1)
+
+    def _open(self, path: Path) -> IO[bytes]:
+        """To go on writing. What gzip has compressed in pieces is one file."""
+        partial = _partial(path)
+        mode = "ab" if path in self._opened else "wb"
+        self._opened.add(path)
+        return gzip.open(partial, mode, compresslevel=5) if path.suffix == ".gz" else partial.open(mode)  # type: ignore[return-value]
+
+    def _begin(self, trace: RankTrace, file: IO[bytes]) -> None:
+        """What stands in a file before a rank's events, if they are its first."""
+        rank = trace.groups.rank
+        if rank in self._begun:
+            return
+        self._begun.add(rank)
+        path = self.paths[rank]
+        is_first = path not in self._headed
+        if is_first:
+            self._headed.add(path)
+            file.write(self._header(rank).encode())
+        trace.metadata(self.begins)
+        between = "" if is_first else ",\n"
+        file.write(f"{between}{trace.take()}".encode())
+
+    def _header(self, rank: int) -> str:
+        """The file up to its events."""
+        grid = self.scenario.grid
+        groups = self.traces[rank].groups.all()
+        if self.merged:
+            known = {group.name: group for one in self.traces.values() for group in one.groups.all()}
+            groups = [known[name] for name in sorted(known, key=int)]
+        info = {
+            "backend": "nccl",
+            **({} if self.merged else {"rank": rank}),
+            "world_size": grid.size,
+            "pg_count": len(groups),
+            "pg_config": [group.config for group in groups],
+        }
+        values = {
+            "schemaVersion": 1,
+            "deviceProperties": [],
+            "distributedInfo": info,
+            "displayTimeUnit": "ms",
+            "baseTimeNanoseconds": _EPOCH,
+            "traceName": self.paths[rank].name,
+        }
+        return json.dumps(values)[:-1] + ', "traceEvents": [\n'
+
+
+def _partial(path: Path) -> Path:
+    """Its name until it is whole."""
+    return path.with_name(f"{path.name}.partial")

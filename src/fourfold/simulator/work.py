@@ -1,0 +1,173 @@
+"""What everything in a step costs on a healthy rank, from the planner's time model: seconds of each piece.
+
+A computation is so many layers, each of them in the order of its collectives: up to the gather of keys and values,
+attention, and the rest. TP's ranks meet at both ends of each half of a layer and CP's at each gather, so that what one
+of them does slower is waited for layer by layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fourfold.layout import Kind, Stage
+from fourfold.planner.jobs import Jobs, layer_parameters
+from fourfold.planner.timing import collectives, exposure
+from fourfold.planner.timing.compute import layer_work, rates
+from fourfold.planner.timing.stack import Stack, constants_of
+from fourfold.planner.timing.step import LayerSeconds, Parts, parts, passes
+
+Seconds = float
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer and micro-batch in one direction, in seconds. They sum to the planner's."""
+
+    compute: Seconds  # all but attention
+    before: Seconds  # of `compute`, what lies before CP's collective
+    attention: Seconds  # with as many pairs as `Work.pairs`
+    tp: Seconds  # transfers that computation does not hide
+    cp: Seconds
+    dp: Seconds  # ZeRO-3's
+
+    def scaled(self, factor: float) -> Layer:
+        """All of it so many times as long."""
+        return Layer(*(factor * getattr(self, field.name) for field in dataclasses.fields(self)))
+
+
+@dataclass(frozen=True)
+class Work:
+    """The costs of one step."""
+
+    layers: tuple[int, ...]  # of every virtual stage
+    layer: Mapping[Kind, Layer]
+    ends: Mapping[Kind, tuple[Seconds, ...]]  # embedding and head, of every virtual stage
+    pairs: float  # (query, key) pairs of one CP rank and micro-batch that `Layer.attention` is for
+    message: Seconds  # from one pipeline rank to the next
+    gather: tuple[Seconds, ...]  # FSDP's collectives of every virtual stage, 0 with ZeRO-3
+    reduce: tuple[Seconds, ...]
+    contention: float  # share of the time of these by which they slow what runs beside them
+    optimizer: Seconds
+    fixed: Seconds
+
+    def replace(self, **changes: object) -> Work:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def without(self, name: str) -> Work:
+        """A copy in which something is free.
+
+        `name`: "compute", "attention", "tp", "cp", "pp" (messages), "dp" (FSDP's collectives), "optimizer" or "fixed".
+        """
+        if name == "pp":
+            return self.replace(message=0.0)
+        if name in ("optimizer", "fixed"):
+            return self.replace(**{name: 0.0})
+        gone = {"compute": 0.0, "before": 0.0} if name == "compute" else {name: 0.0}
+        changes: dict[str, object] = {
+            "layer": {kind: dataclasses.replace(layer, **gone) for kind, layer in self.layer.items()}
+        }
+        none = (0.0,) * len(self.layers)
+        if name == "compute":
+            changes["ends"] = dict.fromkeys(self.ends, none)
+        if name == "dp":
+            changes |= {"gather": none, "reduce": none, "contention": 0.0}
+        return self.replace(**changes)
+
+
+def work_of(job: Jobs, stack: Stack, stages: Sequence[Stage]) -> Work:
+    """The costs of one job, a row of `Jobs` with the machine's columns, on its stages.
+
+    The planner's allowance for the slowest of many GPUs is in all of them.
+    """
+    constants = constants_of(stack)
+    pieces = parts(job, stack)
+    slower = float(pieces.inflation)
+    work = layer_work(job, constants, rates(job, constants))
+    forward, backward = passes(job, stack)
+    late = float(pieces.late * pieces.layer_backward)
+    # Matrix products of the projections into attention, of all projections and the feed-forward network.
+    into = float(job.heads + 2 * job.kv_heads) / float(2 * job.heads + 2 * job.kv_heads)
+    shares = [into * float(work.projections[i] / work.matmul[i]) for i in (0, 1)]
+    layer = {
+        Kind.FORWARD: _layer(forward, shares[0]),
+        # Backward meets CP's collective after the feed-forward network and the projection out of attention.
+        Kind.BACKWARD: _layer(backward, 1 - shares[1]),
+    }
+    layer |= _halves(layer[Kind.BACKWARD], late)
+    ends = _ends(stages, pieces)
+    gather, reduce = _collectives(job, stack, stages)
+    return Work(
+        layers=tuple(len(stage.layers) for stage in stages),
+        layer={kind: seconds.scaled(slower) for kind, seconds in layer.items()},
+        ends={kind: tuple((slower * seconds).tolist()) for kind, seconds in ends.items()},
+        pairs=float(job.pairs * job.micro_batch / job.cp),
+        message=slower * float(pieces.message),
+        gather=tuple((slower * gather).tolist()),
+        reduce=tuple((slower * reduce).tolist()),
+        contention=float(constants.contention),
+        optimizer=slower * float(pieces.optimizer),
+        fixed=slower * float(pieces.fixed),
+    )
+
+
+def _layer(seconds: LayerSeconds, before: float) -> Layer:
+    compute = float(seconds.matmul + seconds.memory_bound + seconds.launch + seconds.recompute)
+    return Layer(
+        compute=compute,
+        before=before * compute,
+        attention=float(seconds.attention),
+        tp=float(seconds.tp),
+        cp=float(seconds.cp),
+        dp=float(seconds.dp),
+    )
+
+
+def _halves(whole: Layer, late: Seconds) -> dict[Kind, Layer]:
+    """The backward of a zero-bubble schedule: all but the products for the gradients of weights, and these."""
+    left = (whole.compute - late) / whole.compute
+    return {
+        Kind.INPUT: dataclasses.replace(whole, compute=whole.compute - late, before=whole.before * left),
+        Kind.WEIGHT: Layer(compute=late, before=0.0, attention=0.0, tp=0.0, cp=0.0, dp=0.0),
+    }
+
+
+def _ends(stages: Sequence[Stage], pieces: Parts) -> dict[Kind, np.ndarray]:
+    embedding = np.array([stage.embedding for stage in stages])
+    head = np.array([stage.head for stage in stages])
+    forward, backward = (
+        embedding * float(getattr(pieces, f"embedding_{way}")) + head * float(getattr(pieces, f"head_{way}"))
+        for way in ("forward", "backward")
+    )
+    # The head's two products of backward are equal; an embedding has no gradient of its input.
+    weight = 0.5 * head * float(pieces.head_backward)
+    return {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT: backward - weight, Kind.WEIGHT: weight}
+
+
+def _collectives(job: Jobs, stack: Stack, stages: Sequence[Stage]) -> tuple[np.ndarray, np.ndarray]:
+    """(all-gather, reduction) seconds of every stage's weights and gradients, over the ranks that share them."""
+    none = np.zeros(len(stages))
+    if int(job.zero) == 3:
+        return none, none
+    constants = constants_of(stack)
+    matrices, norms = layer_parameters(job)
+    table = float(job.padded_vocab * job.dim / job.tp)
+    parameters = np.array(
+        [
+            len(stage.layers) * float(matrices / job.tp + norms)
+            + stage.embedding * table
+            + stage.head * (table * (not (job.tied and job.pp == 1)) + float(job.dim))
+            for stage in stages
+        ]
+    )
+    sharded = int(job.zero) > 0
+    shards = collectives.sharding_group(job, constants, job.shards if sharded else job.dp * job.cp)
+    if not sharded:
+        return none, np.array(collectives.all_reduce(shards, job.reduce_bytes * parameters))
+    held = parameters > 0
+    gather = collectives.all_gather(shards, exposure.WEIGHT * parameters) * held
+    return gather, exposure.scatter_gradients(job, constants, shards, parameters) * held

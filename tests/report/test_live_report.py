@@ -1,0 +1,41 @@
+"""Memory over time as pictures and pages get it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fourfold.layout import compile_program, generate, partition
+from fourfold.planner.memory.peak import PARTS
+from fourfold.planner.timing.stack import load_stack
+from fourfold.report.live import activations_of, memory_of
+from fourfold.simulator.live import StepMemory, step_memory
+from tests.planner.jobs_of_tests import job
+
+
+def of_small_job() -> StepMemory:
+    jobs = job("8b", pp=2, v=2, sequences=6)
+    schedule = generate(pp=2, v=2, num_micro_batches=6, kind="interleaved", messages=False)
+    return step_memory(jobs, compile_program(schedule).play(), partition(32, pp=2, v=2), load_stack("standard"))
+
+
+def test_curves_rows_and_peaks() -> None:
+    memory = of_small_job()
+    drawn = memory_of(memory)
+    assert drawn.rows == ("pp 0", "pp 1")
+    assert len(drawn.parts) == len(PARTS)
+    assert drawn.capacity == memory.capacity
+    for rank, peak in enumerate(memory.peaks):
+        assert drawn.bytes[rank].shape == (len(PARTS), len(drawn.times[rank]))
+        assert (np.diff(drawn.times[rank]) >= 0).all()
+        assert drawn.bytes[rank].sum(axis=0).max() == peak.total
+        assert drawn.peaks[rank].startswith("peaks at ")
+    assert memory_of(memory, rows=("rank 0", "rank 1")).rows == ("rank 0", "rank 1")
+
+
+def test_activations_by_chunk() -> None:
+    memory = of_small_job()
+    drawn = activations_of(memory, 1)
+    assert drawn.parts == ("chunk 0 (stage 1)", "chunk 1 (stage 3)")
+    assert drawn.bytes[0].sum(axis=0).max() == memory.ranks[1].parts[PARTS.index("activations")].max()
+    pairs = int(memory.ranks[1].in_flight.max())
+    assert f"{pairs} (micro-batch, chunk) pairs" in drawn.peaks[0]

@@ -1,0 +1,245 @@
+"""Scenarios from the planner's jobs and from recipes: the simulator says what the planner says, where both know it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fourfold.layout import Kind
+from fourfold.planner.jobs import Jobs
+from fourfold.planner.machines.cluster import cluster
+from fourfold.planner.search.exact import play_exactly, schedule_of, stages_of
+from fourfold.planner.search.own import OwnLayout
+from fourfold.planner.search.problem import Problem
+from fourfold.planner.timing.stack import Stack, load_stack
+from fourfold.planner.timing.step import parts
+from fourfold.recipe import check, load
+from fourfold.simulator.compare import compare_schedules
+from fourfold.simulator.engine import simulate
+from fourfold.simulator.faults import Faults
+from fourfold.simulator.loads import loads_of, parse_mix
+from fourfold.simulator.scenario import Scenario, recipe_scenario, scenario
+from fourfold.simulator.work import work_of
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+M = 1 << 20
+
+
+def job(
+    model: str = "llama3-405b", *, seq_len: int = 8192, tokens: int = 16 * M, stack: str = "meta", **layout: Any
+) -> tuple[Jobs, Stack]:
+    own = OwnLayout(**layout)
+    gpus = own.tp * own.cp * own.pp * own.dp
+    problem = Problem.of(model=model, cluster=cluster("h100", gpus), seq_len=seq_len, tokens=tokens, stack=stack)
+    return own.job(problem), problem.stack
+
+
+PRODUCTION = {"tp": 8, "pp": 16, "virtual_stages": 8, "split": "ends_light"}
+AT_16K = PRODUCTION | {"dp": 128, "schedule": "afab", "zero": 2}
+AT_8K = PRODUCTION | {"dp": 64, "schedule": "interleaved", "zero": 1}
+
+
+def made(row: Jobs, stack: Stack, **changes: Any) -> Scenario:
+    return scenario(row, stack, schedule_of(row), stages_of(row), **changes)
+
+
+class TestWork:
+    @pytest.mark.parametrize(
+        "layout",
+        [
+            AT_16K,
+            {"tp": 8, "cp": 16, "pp": 16, "dp": 8, "virtual_stages": 8, "schedule": "afab", "zero": 2},
+            {"tp": 4, "pp": 4, "dp": 8, "virtual_stages": 2, "schedule": "interleaved", "recompute": "selective"},
+            {"tp": 1, "dp": 64, "zero": 3, "recompute": "full"},
+        ],
+    )
+    def test_a_layer_takes_what_the_planner_says(self, layout: dict[str, Any]) -> None:
+        row, stack = job("llama3-70b", **layout)
+        work, pieces = work_of(row, stack, stages_of(row)), parts(row, stack)
+        slower = float(pieces.inflation)
+        for kind, seconds in ((Kind.FORWARD, pieces.layer_forward), (Kind.BACKWARD, pieces.layer_backward)):
+            layer = work.layer[kind]
+            assert layer.compute + layer.attention + layer.tp + layer.cp + layer.dp == pytest.approx(slower * seconds)
+            assert 0 < layer.before < layer.compute
+        halves = [work.layer[kind] for kind in (Kind.INPUT, Kind.WEIGHT)]
+        whole = work.layer[Kind.BACKWARD]
+        for name in ("compute", "attention", "tp", "cp", "dp"):
+            assert sum(getattr(half, name) for half in halves) == pytest.approx(getattr(whole, name))
+
+    def test_shards_of_all_stages_move_as_many_bytes_as_the_rank_has(self) -> None:
+        """405B, tp8 pp16 dp128: 3.17e9 parameters per GPU (facts.md 2.5), gathered in bf16 at 50 GB/s or less."""
+        row, stack = job(**AT_16K)
+        work = work_of(row, stack, stages_of(row))
+        on_rank_5 = sum(work.gather[5::16])
+        assert on_rank_5 > 2 * 3.17e9 / 50e9
+        assert sum(work.reduce[5::16]) > 1.8 * on_rank_5  # gradients in fp32
+
+    def test_free(self) -> None:
+        row, stack = job(**AT_16K)
+        work = work_of(row, stack, stages_of(row))
+        assert work.without("tp").layer[Kind.FORWARD].tp == 0 < work.without("tp").layer[Kind.FORWARD].compute
+        assert work.without("pp").message == 0
+        assert sum(work.without("dp").gather) == work.without("dp").contention == 0
+        assert work.without("optimizer").optimizer == 0
+
+
+class TestAgainstThePlanner:
+    @pytest.mark.parametrize("layout", [AT_16K, AT_8K])
+    def test_the_pipeline_is_the_planners(self, layout: dict[str, Any]) -> None:
+        """Without FSDP's collectives, which the planner adds in closed form, bubbles and times are the same."""
+        row, stack = job(**layout)
+        exact = play_exactly(row, stack)
+        case = made(row, stack)
+        played = simulate(case.replace(work=case.work.without("dp")))
+        pieces = parts(row, stack)
+        pipeline = exact.seconds - float(
+            pieces.inflation * (pieces.gather_exposed + pieces.reduce_exposed + pieces.optimizer + pieces.fixed)
+        )
+        assert played.pipeline_seconds == pytest.approx(pipeline, rel=1e-9)
+        assert played.bubble_over_compute == pytest.approx(exact.bubble_over_compute, rel=1e-9)
+        assert played.bubble_over_total == pytest.approx(exact.bubble_over_total, rel=1e-9)
+
+    @pytest.mark.parametrize(
+        ("model", "layout", "tokens"),
+        [
+            ("llama3-405b", AT_16K, 16 * M),
+            ("llama3-405b", AT_8K, 16 * M),
+            ("llama3-70b", {"tp": 8, "dp": 16, "zero": 1}, 4 * M),
+            ("llama3-70b", {"tp": 4, "pp": 4, "dp": 8, "virtual_stages": 5, "schedule": "interleaved"}, 4 * M),
+            ("llama3-8b", {"dp": 64, "zero": 3}, 4 * M),
+            ("llama3-8b", {"dp": 64, "zero": 1}, 4 * M),
+        ],
+    )
+    def test_the_step_is_the_planners_but_for_sharding(self, model: str, layout: dict[str, Any], tokens: int) -> None:
+        """FSDP's collectives are played here, and estimated there: what they leave open is 3 % of a step."""
+        row, stack = job(model, tokens=tokens, stack="standard", **layout)
+        assert simulate(made(row, stack)).step_seconds == pytest.approx(play_exactly(row, stack).seconds, rel=0.03)
+
+
+class TestProduction:
+    """facts.md 2.3: bubbles of 5 % with bs = 2 pp and of 12 % with bs = pp."""
+
+    @pytest.mark.parametrize(("layout", "low", "high"), [(AT_8K, 0.050, 0.064), (AT_16K, 0.100, 0.124)])
+    def test_bubbles(self, layout: dict[str, Any], low: float, high: float) -> None:
+        row, stack = job(**layout)
+        case = made(row, stack)
+        schedule_only = simulate(case.replace(work=case.work.without("dp").without("pp")))
+        assert low <= schedule_only.bubble_over_compute <= high
+
+    def test_step_of_405b(self) -> None:
+        """6.2 to 6.46 s (peers-measured.md, J1)."""
+        row, stack = job(**AT_16K)
+        assert 6.1 < simulate(made(row, stack)).step_seconds < 6.6
+
+
+class TestLanes:
+    def test_replicas_that_are_alike_are_one(self) -> None:
+        """The same step whether one pipeline is played or all 16,384 ranks, and every rank of them spends the same."""
+        row, stack = job(**AT_16K)
+        one, every = simulate(made(row, stack)), simulate(made(row, stack, all_ranks=True), keep=False)
+        assert one.lanes.size == 16
+        assert every.lanes.size == 16_384
+        assert every.step_seconds == pytest.approx(one.step_seconds, rel=1e-12)
+        for name, seconds in every.spent.items():
+            assert np.allclose(seconds, one.spent[name], rtol=1e-9, atol=1e-12)
+
+    def test_a_slow_rank_holds_up_everybody(self) -> None:
+        row, stack = job(**AT_16K)
+        healthy = simulate(made(row, stack)).step_seconds
+        played = simulate(made(row, stack, faults=Faults(ranks={77: 1.5})), keep=False)
+        rank = 77  # tp 5, cp 0, pp 9, dp 0
+        own = played.spent["compute"] + played.spent["attention"]
+        assert np.unravel_index(own.argmax(), own.shape) == (0, 9, 0, 5)
+        assert own[0, 9, 0, 5] == pytest.approx(1.5 * own[1, 9, 0, 5])
+        assert abs(played.spent["tp_wait"][0, 9, 0, 5]) < 1e-9 < played.spent["tp_wait"][0, 9, 0, 4]
+        assert healthy < played.step_seconds < 1.5 * healthy
+        assert rank == 5 + 8 * (0 + 1 * (9 + 16 * 0))
+
+    def test_documents(self) -> None:
+        """Attention is what the documents leave of it, and nothing else changes on a rank."""
+        row, stack = job(seq_len=131_072, tp=8, cp=16, pp=16, dp=8, virtual_stages=8, schedule="afab", zero=2)
+        loads = loads_of(
+            parse_mix("mean=8192,dist=exponential"),
+            seq_len=131_072,
+            micro_batch=1,
+            dp=8,
+            micro_batches=16,
+            cp=16,
+            strategy="head_tail",
+            seed=0,
+        )
+        whole, some = simulate(made(row, stack)), simulate(made(row, stack, loads=loads), keep=False)
+        assert np.allclose(some.spent["compute"], whole.spent["compute"][:, :, :, :1])
+        ratio = some.spent["attention"].mean() / whole.spent["attention"].mean()
+        assert ratio == pytest.approx(loads.pairs.mean() / (131_072 * 131_073 / 2 / 16))
+        per_rank = some.spent["attention"].sum(axis=1)[:, :, 0]
+        assert np.allclose(per_rank / per_rank.mean(), loads.per_rank / loads.per_rank.mean())
+        assert some.spent["cp_wait"].mean() > 10 * whole.spent["cp_wait"].mean()
+
+    def test_loads_of_another_layout(self) -> None:
+        row, stack = job(**AT_16K)
+        case = made(row, stack)
+        loads = loads_of(
+            parse_mix("mean=1024"),
+            seq_len=8192,
+            micro_batch=1,
+            dp=2,
+            micro_batches=16,
+            cp=1,
+            strategy="head_tail",
+            seed=0,
+        )
+        with pytest.raises(ValueError, match=r"loads of shape \(2, 16, 1\): must be .* \(128, 16, 1\)"):
+            replace(case, loads=loads)
+
+
+class TestRecipe:
+    def test_405b(self) -> None:
+        plan = check(load(RECIPES / "llama3-405b.toml", ()))
+        machines = cluster("h100", plan.grid.size)
+        played = simulate(recipe_scenario(plan, machines, load_stack("meta")))
+        assert played.graph.schedule is plan.schedule
+        assert 5.5 < played.step_seconds < 7
+
+    def test_frozen(self) -> None:
+        plan = check(load(RECIPES / "demo.toml", ("train.freeze=['tok_embeddings']",)))
+        with pytest.raises(
+            ValueError, match=r"train\.freeze: how long a step with frozen parameters takes is not known"
+        ):
+            recipe_scenario(plan, cluster("h100", plan.grid.size), load_stack("standard"))
+
+    def test_every_kind_of_schedule(self) -> None:
+        plan = check(
+            load(
+                RECIPES / "demo.toml",
+                (
+                    "layout.pp=4",
+                    "layout.tp=1",
+                    "layout.cp=1",
+                    "model.num_layers=8",
+                    "batch.sequences=24",
+                    "pipeline.nc=6",
+                ),
+            )
+        )
+        found = compare_schedules(plan, cluster("h100", plan.grid.size), load_stack("standard"))
+        kinds = {(one.kind, one.virtual_stages, one.nc) for one in found if one.refused is None}
+        assert {("afab", 2, 12), ("1f1b", 1, 4), ("zb-h1", 1, 4), ("interleaved", 2, 4), ("flexible", 2, 6)} <= kinds
+        by_kind = {one.kind: one for one in found}
+        assert by_kind["zb-h1"].bubble_over_compute < by_kind["1f1b"].bubble_over_compute
+        assert by_kind["interleaved"].bubble_over_compute < by_kind["1f1b"].bubble_over_compute
+        assert [one.step_seconds for one in found] == sorted(one.step_seconds for one in found)
+
+    def test_a_kind_that_the_recipe_cannot_have_says_why(self) -> None:
+        """A later phase with fewer micro-batches than nc."""
+        phases = "batch.phases=[{after_tokens=100000, sequences=10}]"
+        plan = check(load(RECIPES / "demo.toml", ("batch.sequences=30", phases)))
+        found = compare_schedules(plan, cluster("h100", plan.grid.size), load_stack("standard"))
+        refused = [one for one in found if one.refused]
+        assert [(one.kind, one.nc) for one in refused] == [("flexible", 15)]
+        assert "nc" in str(refused[0].refused)
+        assert found[-1] is refused[0]
