@@ -35,6 +35,17 @@ def names(scenario: Scenario, path: CriticalPath) -> list[str]:
 
 
 class TestByHand:
+    def test_gradients_of_weights_wait_for_nobody(self) -> None:
+        """CP's rank 0 has done I at 6, and W, which has no collective, at 7; rank 1, with more attention, at 9."""
+        schedule = generate(pp=1, num_micro_batches=1, kind="zb-h1")
+        layer = dict.fromkeys(COMPUTE, replace(NOTHING, compute=1.0, attention=1.0))
+        layer[Kind.WEIGHT] = replace(NOTHING, compute=1.0)
+        scenario = case(schedule, even_work(schedule, layer=layer), grid=Grid(cp=2), loads=loads([[[1, 3]]]))
+        played = simulate(scenario)
+        last = next(i for i, node in enumerate(scenario.graph.nodes) if node.kind is Kind.WEIGHT)
+        assert played.end[last].ravel().tolist() == [7.0, 9.0]
+        assert path_of(scenario).seconds == 9.0
+
     def test_1f1b_of_two_ranks(self) -> None:
         """Messages make rank 1 wait for 0F2, which rank 0 runs after 0B0: the path goes to and fro twice."""
         schedule = generate(pp=2, num_micro_batches=3, kind="1f1b")
@@ -262,6 +273,12 @@ class Longest:
     def computation(self, i: int, at: tuple[int, int, int]) -> None:
         node, rank = self.case.graph.nodes[i], self.rank(i, at)
         number = self.case.work.layers[node.stage]
+        if node.kind is Kind.WEIGHT:  # right after another computation of its rank, and without anybody else
+            mine = self.pieces(i, at)
+            self.edge(("end", node.before, at), ("start", i, at), rank, host=self.case.faults.cpus.get(rank, 0.0))
+            busy = mine["ends"] + number * (mine["before"] + mine["rest"])
+            self.edge(("start", i, at), ("end", i, at), rank, compute=busy)
+            return
         self.edge(("zero",), ("ready", i, at), None)
         for other in (node.before, node.needs):
             if other != NONE:
@@ -308,7 +325,9 @@ class Longest:
                 self.edge(("end", ahead, other), ("start", i, at), rank)
             if node.needs != NONE:
                 layers = self.case.work.layers[self.case.graph.nodes[node.needs].stage]
-                slowest = max(sum(self.last_layer(node.needs, other, peer).values()) for peer in self.peers(other, 2))
+                alone = self.case.graph.nodes[node.needs].kind is Kind.WEIGHT
+                peers = [other] if alone else self.peers(other, 2)
+                slowest = max(sum(self.last_layer(node.needs, other, peer).values()) for peer in peers)
                 early = max(layers - 1, 0) * slowest
                 self.edge(("end", node.needs, other), ("start", i, at), rank, early=-early)
                 self.edge(("end", node.needs, other), ("end", i, at), rank, dp=seconds / number)

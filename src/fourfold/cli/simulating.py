@@ -203,17 +203,18 @@ def _show(
     as_json: bool,
 ) -> None:
     """Plays, and says and draws what came of it."""
-    from fourfold.report.simulation import print_simulation, simulation_json, simulation_page
+    from fourfold.report.simulation import print_simulation, simulation_json, simulation_page, worst_replica
     from fourfold.simulator.critical import critical_path
     from fourfold.simulator.engine import simulate
     from fourfold.simulator.live import memory_of_run, timeline_of
     from fourfold.simulator.whatif import what_if
 
     played = simulate(scenario)
+    dp, cp, tp = worst_replica(played)
     found = {
         "gains": what_if(scenario, played),
         "path": critical_path(scenario, played),
-        "memory": memory_of_run(plan, timeline_of(played), capacity=machines.chip.hbm_bytes),
+        "memory": memory_of_run(plan, timeline_of(played, dp=dp, cp=cp, tp=tp), capacity=machines.chip.hbm_bytes),
         "name": plan.recipe.output.name or recipe.stem,
         "tokens": plan.phases[0].num_tokens,
     }

@@ -233,6 +233,8 @@ def layer_seconds(pieces: Pieces) -> np.ndarray | float:
     if not pieces.number:
         return 0.0
     own = _own(pieces)
+    if pieces.alone:
+        return own
     slowest = own.max(axis=2, keepdims=True) if isinstance(own, np.ndarray) else own
     return slowest + pieces.tp + pieces.layer.dp + pieces.cp
 
@@ -245,6 +247,9 @@ def inside(pieces: Pieces, start: np.ndarray, at: Replica) -> tuple[list[tuple[R
     Returns:
         Stretches (replica, seconds by class), last to first, and the replica whose start counted.
     """
+    if pieces.alone:
+        busy = pieces.ends * _value(pieces.slower, at) + pieces.number * _value(_own(pieces), at)
+        return [(at, {"compute": busy})], at
     dp, cp, _ = at
     shape, layer = start.shape, pieces.layer
 

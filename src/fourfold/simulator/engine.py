@@ -57,6 +57,7 @@ class Pieces:
     attention: Lanes  # of one layer
     tp: Lanes  # of one layer
     cp: Lanes  # of one layer
+    alone: bool = False  # products for the gradients of weights, in which no other rank takes part
 
 
 class Costs(Protocol):
@@ -168,6 +169,7 @@ class Modelled:
             attention=layer.attention * self._load[node.micro_batch] * slower,
             tp=layer.tp * self._links.group("tp", node.pp_rank),
             cp=layer.cp * self._links.group("cp", node.pp_rank),
+            alone=node.kind is Kind.WEIGHT,
         )
 
     def computation(self, node: Node, start: Lanes) -> Spent:
@@ -175,6 +177,9 @@ class Modelled:
         number, layer, ends, slower = pieces.number, pieces.layer, pieces.ends, pieces.slower
         attention, tp, cp = pieces.attention, pieces.tp, pieces.cp
         own = layer.compute * slower + attention
+        if pieces.alone:
+            busy = ends * slower + number * own
+            return Spent(start + busy, {"compute": busy}, own if number else 0.0)
         # A head's product and loss have TP's collectives in them, too; a stage without layers meets nobody else.
         end = _latest(start, 2) + ends * _latest(slower, 2)
         one: Lanes = 0.0

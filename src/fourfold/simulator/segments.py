@@ -47,8 +47,7 @@ class _Layers:
         node = played.graph.nodes[i]
         self.start, self.end = played.start[i], played.end[i]
         self.pieces: Pieces = costs.pieces(node)
-        split = node.kind is Kind.WEIGHT  # whose products need nobody else
-        self.tp, self.cp = grid.tp > 1 and not split, grid.cp > 1 and not split
+        self.tp, self.cp = (extent > 1 and not self.pieces.alone for extent in (grid.tp, grid.cp))
         self.cp_kind = "all_gather" if node.kind is Kind.FORWARD else "reduce_scatter"
         self.out: list[Segment] = []
         did = costs.computation(node, self.start)
