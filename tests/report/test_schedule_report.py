@@ -18,6 +18,7 @@ SCHEDULES = [
     generate(pp=2, num_micro_batches=12, kind="1f1b"),
     generate(pp=1, num_micro_batches=1),
     generate(pp=2, v=2, num_micro_batches=4, num_frozen_stages=2),
+    generate(pp=4, num_micro_batches=6, kind="zb-h1"),
 ]
 
 
@@ -71,6 +72,16 @@ class TestEach:
                 schedule.in_flight_peak[pp_rank],
                 schedule.reduce_scatters[pp_rank],
             ]
+
+
+def test_zero_bubble_as_drawn() -> None:
+    # By hand: the first rank waits for 3 units for the first gradient, the others before their first forward or after.
+    text = schedule_text(generate(pp=4, num_micro_batches=4, kind="zb-h1")).splitlines()
+    rows = [re.sub(" +", " ", row) for row in text[-4:]]
+    assert rows[0] == " 0 F0.0 F1.0 F2.0 F3.0 . . . I0.0 W0.0 I1.0 W1.0 I2.0 W2.0 I3.0 W3.0"
+    assert rows[3] == " 3 . . . F0.0 I0.0 F1.0 I1.0 F2.0 I2.0 F3.0 I3.0 W0.0 W1.0 W2.0 W3.0"
+    assert "computations in time, F, I or W (backward's halves) with micro-batch.chunk" in "\n".join(text)
+    assert "(backward = 2 forwards in equal halves, messages free)" in text[1]
 
 
 def test_figure_2_as_drawn() -> None:

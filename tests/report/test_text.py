@@ -84,6 +84,11 @@ class TestPlain:
         ):
             assert part in text
 
+    def test_zero_bubble(self) -> None:
+        text = consequences_text(of(layout={"pp": 4}, pipeline={"schedule": "zb-h1"}, batch={"sequences": 8}))
+        assert "zb-h1 (1f1b, gradients of weights put off), 1 stage per rank; 8 micro-batches" in text
+        assert "ranks idle for 12.5% of their computing time" in text  # (pp-1)(F+I-W) of 8 (F+I+W)
+
     def test_bubble_of_the_tiny_run(self) -> None:
         """pains T06: nmb, the predicted bubble and the idle time are never silent."""
         text = consequences_text(of(layout={"pp": 4}, batch={"sequences": 9}))

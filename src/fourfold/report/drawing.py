@@ -108,7 +108,7 @@ class Page:
     summary: tuple[tuple[str, str], ...]
     """(name, value) pairs: step time, bubble, peak memory ..."""
     findings: tuple[str, ...] = ()
-    """Sentences that say what the page shows: where the bubble is, which rank peaks and why."""
+    """The few sentences that matter most, the most important first, at most four: they stand before the timeline."""
     timeline: Timeline | None = None
     memory: Memory | None = None
     splits: tuple[Split, ...] = ()
@@ -116,3 +116,7 @@ class Page:
     tables: tuple[Table, ...] = ()
     notes: tuple[str, ...] = field(default=())
     """What was assumed."""
+    warnings: tuple[str, ...] = ()
+    """Names of the entries of `summary` that are bad, such as a memory over the capacity."""
+    more: tuple[str, ...] = ()
+    """Further sentences: they are folded, after the timeline."""

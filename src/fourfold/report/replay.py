@@ -24,7 +24,8 @@ def replay_text(found: Replayed) -> str:
         f"Step {logs.step}, tp {grid.tp} cp {grid.cp} pp {grid.pp} dp {grid.dp}: measured, and played again",
         "",
         f"  measured   {duration(logs.step_seconds)}",
-        f"  played     {duration(played.step_seconds)}, {100 * found.error:+.1f} %",
+        f"  played     {duration(played.step_seconds)}, {100 * found.error:+.1f} %, all ranks beginning at once",
+        f"             {_staggered(found)}",
         f"  bubble     {_bubble(found)}",
         f"  messages   the mean rank waits {duration(float(waits.mean()))}, rank {most} {duration(waits[most])}",
         "",
@@ -36,6 +37,11 @@ def replay_text(found: Replayed) -> str:
         lines += [f"    rank {rank:<7} {duration(max(seconds, 0.0))}" for rank, seconds in found.normal[:SHOWN]]
     notes = [*logs.notes, f"whole steps in the logs: {', '.join(map(str, logs.steps))}"]
     return "\n".join([*lines, "", *(f"note: {note}" for note in notes)])
+
+
+def _staggered(found: Replayed) -> str:
+    seconds = found.staggered.step_seconds
+    return f"{duration(seconds)}, {100 * (seconds / found.logs.step_seconds - 1):+.1f} %, each beginning when it began"
 
 
 def _bubble(found: Replayed) -> str:
@@ -65,6 +71,7 @@ def replay_json(found: Replayed) -> dict[str, Any]:
         "measured_seconds": logs.step_seconds,
         "played_seconds": played.step_seconds,
         "error": found.error,
+        "staggered_seconds": found.staggered.step_seconds,
         "bubble_over_compute": played.bubble_over_compute,
         "bubble_over_total": played.bubble_over_total,
         "spent": dict(_spent(found)),

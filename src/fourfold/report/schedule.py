@@ -37,7 +37,7 @@ def schedule_json(schedule: Schedule) -> dict[str, Any]:
 
 
 def schedule_text(schedule: Schedule, *, asked_nc: int | None = None, width: int | None = None) -> str:
-    """Head, a table per rank, and the computations of each rank drawn in the time of F = 1 and B = 2.
+    """Head, a table per rank, and the computations of each rank drawn in the time of F = 1 and B = 2, or I = W = 1.
 
     Args:
         schedule: what to draw.
@@ -46,6 +46,9 @@ def schedule_text(schedule: Schedule, *, asked_nc: int | None = None, width: int
     """
     timeline = play(schedule)
     rounds = "+".join(map(str, schedule.rounds))
+    kinds, lengths = "F or B", "backward = 2 forwards"
+    if schedule.splits_backward:
+        kinds, lengths = "F, I or W (backward's halves)", "backward = 2 forwards in equal halves"
     lines = [
         f"{schedule.kind}: pp {schedule.pp}, v {schedule.v}, {schedule.num_micro_batches} micro-batches "
         f"in rounds of {rounds}, ZeRO-{schedule.zero}",
@@ -56,7 +59,7 @@ def schedule_text(schedule: Schedule, *, asked_nc: int | None = None, width: int
         lines.append(f"note: nc = {asked_nc} would leave a short round; they are made near-equal, none below pp")
     lines += [
         f"bubble: idle/compute {timeline.bubble_over_compute:.2%}, idle/total {timeline.bubble_over_total:.2%} "
-        "(backward = 2 forwards, messages free)",
+        f"({lengths}, messages free)",
         "",
         "rank  warm-up  in flight  reduce-scatters",
     ]
@@ -67,7 +70,7 @@ def schedule_text(schedule: Schedule, *, asked_nc: int | None = None, width: int
     lines += [
         "warm-up: forwards before the first backward; in flight: most (micro-batch, chunk) pairs held at once",
         "",
-        "computations in time, F or B with micro-batch.chunk; -- goes on, a dot is idle time",
+        f"computations in time, {kinds} with micro-batch.chunk; -- goes on, a dot is idle time",
         *_drawing([_cells(schedule, timeline, rank) for rank in range(schedule.pp)], width),
     ]
     return "\n".join(lines)

@@ -17,6 +17,8 @@ class Replayed:
     grid: Grid
     played: Played
     """From its durations alone: all ranks begin at once."""
+    staggered: Played
+    """With the times at which the ranks began, too: from there on, durations alone."""
     normal: tuple[tuple[int, float], ...]
     """(global rank, seconds by which the step would be shorter, were it as fast as its peers), most first."""
 
@@ -37,4 +39,5 @@ def replayed(logs: Logs, schedule: Schedule, grid: Grid) -> Replayed:
         for rank in range(grid.size):
             seconds = replay(with_normal_rank(logs, rank, grid), schedule, grid).step_seconds
             normal.append((rank, played.step_seconds - seconds))
-    return Replayed(logs, grid, played, tuple(sorted(normal, key=lambda gain: -gain[1])))
+    staggered = replay(logs, schedule, grid, staggered=True)
+    return Replayed(logs, grid, played, staggered, tuple(sorted(normal, key=lambda gain: -gain[1])))
