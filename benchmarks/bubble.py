@@ -1,10 +1,10 @@
 """Idle time of the real pipeline executor against the plan, with computation replaced by sleeping.
 
 Four pipeline ranks run :class:`fourfold.parallel.pipeline.Pipeline` with real gloo messages. A stage's forward sleeps
-30 ms and its backward 60 ms: that needs no core, so two of them do for four ranks, and what is measured is the order
-of the actions and the executor's own overhead. The idle share is the part of a step, over all ranks, in which they do
-not compute: measured from the executor's action log, and planned by :func:`fourfold.layout.play` with the same
-durations, in which messages take no time.
+30 ms and its backward 60 ms, or each half of one 30 ms: that needs no core, so two of them do for four ranks, and what
+is measured is the order of the actions and the executor's own overhead. The idle share is the part of a step, over all
+ranks, in which they do not compute: measured from the executor's action log, and planned by
+:func:`fourfold.layout.play` with the same durations, in which messages take no time.
 
 Exits with 1 if the two differ by more than the bar for any schedule.
 """
@@ -24,10 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from fourfold.layout import Grid, Kind, Schedule, generate, play
+from fourfold.layout import Grid, Schedule, generate, play
+from fourfold.layout.actions import COMPUTE
 from fourfold.model import Batch
 from fourfold.parallel import LoggedAction, connect
 from fourfold.parallel.batch import LocalBatch
+from fourfold.parallel.groups import Pending
+from fourfold.parallel.halves import Half, WeightHalves, run_halves
 from fourfold.parallel.pipeline import Pipeline
 from fourfold.trainer.ranks import fork_ranks
 
@@ -39,42 +42,59 @@ SCHEDULES = {
     "1f1b, pp4, 8 micro-batches": generate(pp=4, num_micro_batches=8, kind="1f1b"),
     "interleaved, pp4 v2, 8 micro-batches": generate(pp=4, v=2, num_micro_batches=8, kind="interleaved"),
     "flexible, pp4 v2, 9 micro-batches": generate(pp=4, v=2, num_micro_batches=9, kind="flexible"),
+    "zb-h1, pp4, 8 micro-batches": generate(pp=4, num_micro_batches=8, kind="zb-h1"),
 }
 
 
 class Sleep(Function):
-    """The identity, slowly."""
+    """The identity, slowly, with a weight that does nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, halves: WeightHalves) -> Tensor:
+        ctx.weight, ctx.halves = weight, halves
         time.sleep(FORWARD)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        time.sleep(BACKWARD)
-        return grads[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        zero = torch.zeros_like(ctx.weight)
+
+        def make(gathered: Tensor) -> list[Tensor]:
+            time.sleep(BACKWARD / 2)
+            return [gathered]
+
+        if ctx.halves.put_off:
+            ctx.halves.put(Half([ctx.weight], lambda: Pending(zero, None, None), make))
+            time.sleep(BACKWARD / 2)
+        else:
+            time.sleep(BACKWARD)
+        return grads[0], None, None
 
 
 class SleepingLayers(nn.Module):
     """Takes the place of a stage's model, from tokens in the first stage to a loss in the last."""
 
-    def __init__(self, *, first: bool, last: bool) -> None:
+    def __init__(self, halves: WeightHalves, *, first: bool, last: bool) -> None:
         super().__init__()
-        self.first, self.last = first, last
+        self.halves, self.first, self.last = halves, first, last
+        self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         if self.first:
             x = torch.zeros(batch.tokens.shape[0], WIDTH, requires_grad=True)
-        x = Sleep.apply(x)
+        x = Sleep.apply(x, self.weight, self.halves)
         return x.sum() if self.last else x
 
 
 class SleepingStage:
-    """Takes the place of a ``ShardedStage``: there are no weights, so its FSDP events do nothing."""
+    """Takes the place of a ``ShardedStage``: there are no weights to share, so its FSDP events do nothing."""
 
     def __init__(self, schedule: Schedule, stage: int) -> None:
-        self.module = SleepingLayers(first=stage == 0, last=stage == schedule.num_stages - 1)
+        self.halves = WeightHalves()
+        self.module = SleepingLayers(self.halves, first=stage == 0, last=stage == schedule.num_stages - 1)
+
+    def add_gradients(self, kept: list[Half]) -> None:
+        run_halves(kept, lambda: None)
 
     def gather(self) -> None: ...
 
@@ -104,12 +124,7 @@ def idle_share(logs: Sequence[Sequence[LoggedAction]]) -> float:
     """Of one step, from the logs of all ranks: the clock is the machine's, so their times can be compared."""
     start = min(log[0].start for log in logs)
     step = max(log[-1].end for log in logs) - start
-    compute = sum(
-        entry.end - entry.start - entry.wait
-        for log in logs
-        for entry in log
-        if entry.action.kind in (Kind.FORWARD, Kind.BACKWARD)
-    )
+    compute = sum(entry.end - entry.start - entry.wait for log in logs for entry in log if entry.action.kind in COMPUTE)
     return 1 - compute / (step * len(logs))
 
 

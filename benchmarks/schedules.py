@@ -1,8 +1,9 @@
 """Validates every schedule of the grid pp <= 8, v <= 4, nmb <= 33, nc <= nmb, of every kind and ZeRO mode.
 
 Each one must be complete and free of deadlock, its bubble (F = 1, B = 2, free messages) equal to the formula, and its
-peak in flight equal to min(warm-up + 1, nmb v). Different arguments often mean the same actions; those are proven once.
-Then times the player on pp 16, v 8, nmb 128. Tests check a sample of this grid.
+peak in flight equal to min(warm-up + 1, nmb v), of ZB-H1 on every rank to that of the first. Different arguments often
+mean the same actions; those are proven once. Then times the player on pp 16, v 8, nmb 128. Tests check a sample of this
+grid.
 
     ./run bench schedules
 """
@@ -23,13 +24,17 @@ def schedules(pp: int, v: int, num_micro_batches: int, zero: int) -> Iterator[Sc
     """All kinds, and all nc of the flexible one."""
     kinds: list[tuple[str, int | None]] = [("afab", None), ("1f1b" if v == 1 else "interleaved", None)]
     kinds += [("flexible", nc) for nc in range(1, num_micro_batches + 1)]
+    kinds += [("zb-h1", None)] if v == 1 else []
     for kind, nc in kinds:
         yield generate(pp=pp, v=v, num_micro_batches=num_micro_batches, kind=kind, nc=nc, zero=zero)
 
 
 def ideal_bubble(schedule: Schedule) -> Fraction:
-    """Idle over compute: (pp-1) / (nmb v), and with fewer micro-batches than ranks what AFAB has then."""
+    """Idle over compute: (pp-1) / (nmb v), and with fewer micro-batches than ranks what AFAB has then. ZB-H1: (pp-1)
+    (F + I - W) of nmb (F + I + W), with fewer micro-batches (pp-1)(F + I) - (nmb-1) W."""
     pp, v, nmb = schedule.pp, schedule.v, schedule.num_micro_batches
+    if schedule.splits_backward:
+        return Fraction(2 * (pp - 1) - min(pp - 1, nmb - 1), 3 * nmb)
     return Fraction(pp - 1, nmb * v) if nmb >= pp else Fraction(pp * v + nmb - 1 - nmb * v, nmb * v)
 
 
@@ -40,7 +45,8 @@ def check(schedule: Schedule) -> None:
     if abs(bubble - ideal) > 1e-12:
         raise ValueError(f"bubble {bubble}, but the formula gives {ideal}")
     most = schedule.num_micro_batches * schedule.v
-    if schedule.in_flight_peak != tuple(min(warmup + 1, most) for warmup in schedule.warmup):
+    warmups = schedule.warmup[:1] * schedule.pp if schedule.splits_backward else schedule.warmup
+    if schedule.in_flight_peak != tuple(min(warmup + 1, most) for warmup in warmups):
         raise ValueError(f"in flight {schedule.in_flight_peak} for warm-ups {schedule.warmup}")
 
 

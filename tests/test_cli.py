@@ -56,6 +56,11 @@ def test_schedule_as_text() -> None:
             "error: kind = '1f1b' with v = 2: 1f1b has one virtual stage per rank; "
             "legal: v = 1, or kind = 'interleaved'\n",
         ),
+        (
+            "--pp 4 --v 2 --nmb 8 --kind zb-h1",
+            "error: kind = 'zb-h1' with v = 2: zb-h1 has one virtual stage per rank; "
+            "legal: v = 1, or kind = 'interleaved'\n",
+        ),
         ("--pp 4 --nmb 8 --nc 9", "error: nc = 9: must be at most nmb = 8; nearest legal: 8\n"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -27,6 +27,7 @@ class Case:
     schedule: Schedule
     forward: NDArray[np.int64]  # [stage, micro-batch]
     backward: NDArray[np.int64]  # [stage, micro-batch]
+    weight: NDArray[np.int64]  # [stage, micro-batch], the part of backward that is W
     message: NDArray[np.int64]  # [direction, sending stage, micro-batch]
     gather: NDArray[np.int64]  # [stage]
     reduce: NDArray[np.int64]  # [stage]
@@ -36,6 +37,7 @@ class Case:
             self.schedule,
             forward=self.forward,
             backward=self.backward,
+            weight=self.weight,
             message=self.message,
             gather=self.gather,
             reduce=self.reduce,
@@ -44,7 +46,13 @@ class Case:
     def duration(self, action: Action) -> int:
         kind, stage, micro_batch = action
         if kind in COMPUTE:
-            return int((self.forward if kind is Kind.FORWARD else self.backward)[stage, micro_batch])
+            table = {
+                Kind.FORWARD: self.forward,
+                Kind.BACKWARD: self.backward,
+                Kind.INPUT: self.backward - self.weight,
+                Kind.WEIGHT: self.weight,
+            }[kind]
+            return int(table[stage, micro_batch])
         return {Kind.GATHER: int(self.gather[stage]), Kind.REDUCE: int(self.reduce[stage]), Kind.FREE: 0}[kind]
 
     def travel(self, kind: Kind, stage: int, micro_batch: int) -> int:
@@ -54,7 +62,8 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn, *, events: bool = True) -> Case:
     pp, v, nmb = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 9))
-    kind = draw(st.sampled_from(["afab", "flexible", "flexible"]))
+    kind = draw(st.sampled_from(["afab", "flexible", "flexible", "zb-h1"]))
+    v = 1 if kind == "zb-h1" else v
     nc = draw(st.integers(1, nmb)) if kind == "flexible" else None
     schedule = generate(
         pp=pp,
@@ -67,10 +76,12 @@ def cases(draw: st.DrawFn, *, events: bool = True) -> Case:
     )
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     slowest = draw(st.integers(0, 2)) if events else 0
+    backward = random.integers(0, 10, (pp * v, nmb))
     return Case(
         schedule,
         forward=random.integers(0, 6, (pp * v, nmb)),
-        backward=random.integers(0, 10, (pp * v, nmb)),
+        backward=backward,
+        weight=random.integers(0, backward + 1),
         message=random.integers(0, draw(st.integers(1, 6)), (2, pp * v, nmb)),
         gather=random.integers(0, slowest + 1, pp * v),
         reduce=random.integers(0, slowest + 1, pp * v),
@@ -122,7 +133,8 @@ class Simulator:
         last = self.case.schedule.num_stages - 1
         if kind is Kind.FORWARD and stage > 0 and (kind, stage - 1, micro_batch) not in self.arrived:
             return
-        if kind is Kind.BACKWARD and stage < last and (kind, stage + 1, micro_batch) not in self.arrived:
+        back = kind in (Kind.BACKWARD, Kind.INPUT)
+        if back and stage < last and (kind, stage + 1, micro_batch) not in self.arrived:
             return
         if kind is Kind.FORWARD and stage >= self.case.schedule.num_frozen_stages:
             rank.live += 1
@@ -137,7 +149,7 @@ class Simulator:
             duration = self.case.duration(action)
             self.spans[action] = (self.now - duration, self.now)
             rank.compute += duration
-            rank.live -= action.kind is Kind.BACKWARD
+            rank.live -= action.kind in (Kind.BACKWARD, Kind.WEIGHT)
             self.push(self.now + self.case.travel(*action), "arrival", index, action)
 
     def push(self, time: int, what: str, index: int, action: Action) -> None:
@@ -178,7 +190,7 @@ class TestAgainstTheSimulator:
                     schedule = generate(pp=pp, v=v, num_micro_batches=nmb, nc=nc)
                     ones = np.ones((pp * v, nmb), dtype=np.int64)
                     nothing = np.zeros(pp * v, dtype=np.int64)
-                    case = Case(schedule, ones, 2 * ones, np.zeros((2, pp * v, nmb), np.int64), nothing, nothing)
+                    case = Case(schedule, ones, 2 * ones, ones, np.zeros((2, pp * v, nmb), np.int64), nothing, nothing)
                     assert [rank.peak for rank in Simulator(case).run()] == [
                         min(warmup + 1, nmb * v) for warmup in schedule.warmup
                     ]
@@ -197,7 +209,7 @@ def latest_starts(case: Case, timeline: Timeline) -> list[float]:
     for i in reversed(range(len(actions))):
         kind, stage, micro_batch = action = actions[i]
         end = next_on_rank.get(int(ranks[i]), timeline.step_time)
-        if kind in COMPUTE:
+        if kind in COMPUTE and kind is not Kind.WEIGHT:
             user = Action(kind, stage + (1 if kind is Kind.FORWARD else -1), micro_batch)
             if user in consumer:
                 end = min(end, consumer[user] - case.travel(kind, stage, micro_batch))
@@ -209,10 +221,12 @@ def latest_starts(case: Case, timeline: Timeline) -> list[float]:
 
 
 def slower(case: Case, action: Action, by: int) -> Timeline:
-    table = {Kind.FORWARD: case.forward, Kind.BACKWARD: case.backward}[action.kind].copy()
-    table[action.stage, action.micro_batch] += by
-    forward, backward = (table, case.backward) if action.kind is Kind.FORWARD else (case.forward, table)
-    return Case(case.schedule, forward, backward, case.message, case.gather, case.reduce).play()
+    more = np.zeros_like(case.forward)
+    more[action.stage, action.micro_batch] = by
+    if action.kind is Kind.FORWARD:
+        return replace(case, forward=case.forward + more).play()
+    weight = case.weight + more if action.kind is Kind.WEIGHT else case.weight
+    return replace(case, backward=case.backward + more, weight=weight).play()
 
 
 class TestCriticalPath:
@@ -285,12 +299,28 @@ class TestDurations:
         assert program.play(forward=3, backward=6).step_time == 3 * first.step_time
         assert program.play().step_time == first.step_time
 
+    def test_halves_of_a_backward(self) -> None:
+        # ZB-H1, two ranks, three micro-batches, F 2, I 3, W 1; by hand:
+        # rank 0  F0 F0 F1 F1 .  .  .  I0 I0 I0 W0 F2 F2 I1 I1 I1 W1 .  I2 I2 I2 W2
+        # rank 1  .  .  F0 F0 I0 I0 I0 F1 F1 I1 I1 I1 W0 F2 F2 I2 I2 I2 W1 W2 .  .
+        schedule = generate(pp=2, num_micro_batches=3, kind="zb-h1")
+        timeline = play(schedule, forward=2, backward=4, weight=1)
+        assert timeline.span(Action(Kind.INPUT, 1, 1)) == (9, 12)
+        assert timeline.span(Action(Kind.INPUT, 0, 0)) == (7, 10)
+        assert timeline.span(Action(Kind.WEIGHT, 1, 0)) == (12, 13)
+        assert timeline.step_time == 22
+        assert timeline.compute.tolist() == [18, 18]
+        assert timeline.idle.tolist() == [4, 4]  # (pp - 1) (F + I - W)
+        with pytest.raises(ValueError, match="weight: durations must be at most those of the whole backward"):
+            play(schedule, backward=2, weight=3)
+
     @pytest.mark.parametrize(
         ("name", "value", "message"),
         [
             ("forward", -1, "forward: durations must be numbers >= 0"),
             ("backward", float("nan"), "backward: durations must be numbers >= 0"),
             ("message", [1, 2, 3], "message: an array of shape"),
+            ("weight", -1, "weight: durations must be numbers >= 0"),
             ("forward", [1, 2, 3], "forward: an array of shape"),
             ("forward", np.ones(5), "forward: an array of shape"),  # one per micro-batch is not one per stage
             ("gather", np.ones((4, 5)), "gather: an array of shape"),

@@ -429,7 +429,7 @@ class TestRefused:
             ({"num_micro_batches": 0}, "num_micro_batches = 0: must be at least 1"),
             ({"num_micro_batches": -3}, "num_micro_batches = -3: must be at least 1"),
             ({"nc": 0}, "nc = 0: must be at least 1"),
-            ({"kind": "gpipe"}, "kind = 'gpipe': must be one of afab, 1f1b, interleaved, flexible"),
+            ({"kind": "gpipe"}, "kind = 'gpipe': must be one of afab, 1f1b, interleaved, flexible, zb-h1"),
             ({"zero": 0}, "zero = 0: must be 1, 2 or 3"),
             ({"zero": 4}, "zero = 4: must be 1, 2 or 3"),
             (

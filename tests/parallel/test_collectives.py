@@ -108,9 +108,16 @@ def test_fsdp_communicates_as_the_schedule_says(zero: int, reduces_per_stage: in
         assert count["all_gather_single"] == gathers_per_stage * groups
 
 
-def test_the_log_is_the_plan() -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(pp=2, dp=2, v=2, nmb=5, nc=3, schedule="flexible", zero=2),
+        Case(pp=2, dp=2, nmb=5, schedule="zb-h1", zero=3),
+    ],
+    ids=lambda case: case.schedule,
+)
+def test_the_log_is_the_plan(case: Case) -> None:
     """What the executor did is what the schedule lists, in the same order on every rank."""
-    case = Case(pp=2, dp=2, v=2, nmb=5, nc=3, schedule="flexible", zero=2)
 
     def work(rank: int) -> Any:
         model = make_model(case)

@@ -66,10 +66,19 @@ CLIPPED = [
     Case(tp=2, pp=2, dp=2, clip=0.5, tied=True),
     Case(tp=2, pp=2, dp=2, clip=0.01, clip_type=float("inf")),
 ]
+ZERO_BUBBLE = [
+    Case(schedule="zb-h1", steps=2, **layout)
+    for layout in (
+        {"nmb": 3}, {"pp": 4, "nmb": 2}, {"pp": 3, "nmb": 7, "layers": 7, "split": "ends_light", "zero": 2},
+        {"pp": 2, "tp": 2, "dp": 2, "nmb": 3, "tied": True, "zero": 3},
+        {"pp": 2, "cp": 2, "nmb": 5, "rows": ODD_LENGTHS, "cp_split": "per_document", "kv": 1, "zero": 1},
+        {"pp": 4, "freeze": ("tok_embeddings", "layers.0", "layers.1", "layers.2.feed_forward"), "nmb": 5},
+    )
+]  # fmt: skip
 
 ALL = [
     *FOUR_DIMENSIONS, *DEEP_PIPELINES, *MICRO_BATCH_COUNTS, *ROUNDS, *ZERO, *TIED, *KEY_VALUE_HEADS, *DOCUMENTS,
-    *VOCABULARY, *FROZEN, *CLIPPED,
+    *VOCABULARY, *FROZEN, *CLIPPED, *ZERO_BUBBLE,
 ]  # fmt: skip
 
 
@@ -97,7 +106,15 @@ def test_eighteen_layouts_start_at_the_same_loss() -> None:
 
 def test_a_pipeline_is_bitwise_the_single_process() -> None:
     """Where no sum is made in another order, nothing may differ at all."""
-    assert bitwise_equal(run(Case(nmb=5)), run(Case(pp=2, v=2, nmb=5)))
+    single = run(Case(nmb=5))
+    assert bitwise_equal(single, run(Case(pp=2, v=2, nmb=5)))
+    assert bitwise_equal(single, run(Case(pp=2, nmb=5, schedule="zb-h1")))
+
+
+def test_halves_of_a_backward_make_the_sums_of_a_whole_one() -> None:
+    """Also in bf16, where every addition rounds, and where gradients are reduced several times."""
+    layout = {"pp": 2, "dp": 2, "nmb": 4, "dtype": "bfloat16", "zero": 2, "steps": 2}
+    assert bitwise_equal(run(Case(schedule="1f1b", **layout)), run(Case(schedule="zb-h1", **layout)))
 
 
 def test_zero_1_and_zero_2_with_one_round_are_bitwise_equal() -> None:

@@ -3,6 +3,9 @@
 An action is written as PyTorch's own schedules write it: stage, kind, micro-batch. ``3F7`` is the forward of stage 3 on
 micro-batch 7, ``3SEND_F7`` hands its output to stage 4, ``3RECV_B7`` awaits the gradient that stage 4 sends back, and
 ``3REDUCE`` is the gradient reduce-scatter of stage 3.
+
+A backward is one action, B, or in zero-bubble schedules two: I makes the gradient of the stage's input, for which the
+stage before waits, and W the gradients of the weights, later, when the rank would have to wait itself.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ class Kind(StrEnum):
     """What an action does. Sends and receives are postings: they return at once."""
 
     FORWARD = "F"
-    BACKWARD = "B"
+    BACKWARD = "B"  # whole
+    INPUT = "I"  # its first half: the gradient of the stage's input
+    WEIGHT = "W"  # its second half: the gradients of the stage's weights
     SEND_FORWARD = "SEND_F"  # post the send of this stage's output to the next stage
     RECV_FORWARD = "RECV_F"  # post the receive of this stage's input from the previous stage
     SEND_BACKWARD = "SEND_B"  # post the send of the gradient of this stage's input to the previous stage
@@ -29,12 +34,14 @@ class Kind(StrEnum):
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 MESSAGES = SENDS | RECEIVES
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
+BACKS = frozenset({Kind.BACKWARD, Kind.INPUT})  # computations that make the gradient of a stage's input
+ENDS = frozenset({Kind.BACKWARD, Kind.WEIGHT})  # computations after which nothing of a micro-batch is kept any more
 
 NO_MICRO_BATCH = -1  # of an FSDP event, which belongs to a stage and not to a micro-batch
 
-# Of each send and receive: the computation that makes the data, and how far its stage is from the action's own.
-_PRODUCERS = {
+# Of each send and receive: the direction, and how far the sending stage is from the action's own.
+_DIRECTIONS = {
     Kind.SEND_FORWARD: (Kind.FORWARD, 0),
     Kind.RECV_FORWARD: (Kind.FORWARD, -1),
     Kind.SEND_BACKWARD: (Kind.BACKWARD, 0),
@@ -69,6 +76,14 @@ class Action(NamedTuple):
 
     @property
     def message(self) -> tuple[str, int, int]:
-        """What a send or a receive moves: (direction, sending stage, micro-batch), the same at both ends."""
-        kind, shift = _PRODUCERS[self.kind]
+        """What a send or a receive moves: (direction, sending stage, micro-batch), the same at both ends.
+
+        The direction is F for outputs and B for gradients, also where an I makes them.
+        """
+        kind, shift = _DIRECTIONS[self.kind]
         return (kind, self.stage + shift, self.micro_batch)
+
+    @property
+    def result(self) -> tuple[str, int, int]:
+        """Of a forward, a backward or its first half: the message that its neighbour needs."""
+        return (Kind.FORWARD if self.kind is Kind.FORWARD else Kind.BACKWARD, self.stage, self.micro_batch)

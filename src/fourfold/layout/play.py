@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fourfold.layout.actions import COMPUTE, MESSAGES, Action, Kind
+from fourfold.layout.actions import COMPUTE, ENDS, MESSAGES, Action, Kind
 from fourfold.layout.schedule import Schedule
 from fourfold.layout.validate import validate
 
@@ -36,7 +36,7 @@ class Program:
 
     @cached_property
     def where(self) -> dict[Action, int]:
-        """The index of each F and B. FSDP events, of which there may be several alike, are not in it."""
+        """The index of each F, B, I and W. FSDP events, of which there may be several alike, are not in it."""
         return {action: i for i, action in enumerate(self.actions) if action.kind in COMPUTE}
 
     @cached_property
@@ -61,6 +61,7 @@ class Program:
         *,
         forward: ArrayLike = 1.0,
         backward: ArrayLike = 2.0,
+        weight: ArrayLike | None = None,
         message: ArrayLike = 0.0,
         gather: ArrayLike = 0.0,
         reduce: ArrayLike = 0.0,
@@ -69,6 +70,9 @@ class Program:
         schedule = self.schedule
         shape = (schedule.num_stages, schedule.num_micro_batches)
         forward, backward = _table(forward, shape, "forward"), _table(backward, shape, "backward")
+        weight = backward / 2 if weight is None else _table(weight, shape, "weight")
+        if schedule.splits_backward and (weight > backward).any():
+            raise ValueError("weight: durations must be at most those of the whole backward")
         # A message is indexed by direction (0 forward, 1 backward), the stage that sends it, and the micro-batch.
         messages = _table(message, (2, *shape), "message")
         duration = np.zeros(len(self.actions))
@@ -76,11 +80,14 @@ class Program:
         for kind, table, direction, source in (
             (Kind.FORWARD, forward, 0, -1),
             (Kind.BACKWARD, backward, 1, 1),
+            (Kind.INPUT, backward - weight, 1, 1),
         ):
             position, stage, micro_batch = self.indices[kind]
             duration[position] = table[stage, micro_batch]
             neighbour = np.clip(stage + source, 0, schedule.num_stages - 1)
             delay[position] = messages[direction, neighbour, micro_batch] * self.crosses[position]
+        position, stage, micro_batch = self.indices[Kind.WEIGHT]
+        duration[position] = weight[stage, micro_batch]
         for kind, cost in ((Kind.GATHER, gather), (Kind.REDUCE, reduce)):
             position, stage, _ = self.indices[kind]
             duration[position] = _table(cost, shape[:1], kind.lower())[stage]
@@ -126,7 +133,7 @@ def compile_program(schedule: Schedule) -> Program:
     """
     timed = [[a for a in actions if a.kind not in MESSAGES] for actions in schedule.actions]
     none, width, last_stage = sum(map(len, timed)), schedule.num_micro_batches, schedule.num_stages - 1
-    # The index of every forward and backward, by stage and micro-batch; -1 until it has its place.
+    # The index of every forward and backward (or its first half), by stage and micro-batch; -1 until it has its place.
     forwards, backwards = ([-1] * (schedule.num_stages * width) for _ in range(2))
     actions, ranks, previous, needs = [], [], [], []
     positions, last = [0] * schedule.pp, [none] * schedule.pp
@@ -143,11 +150,13 @@ def compile_program(schedule: Schedule) -> Program:
                     if need < 0:
                         break
                     forwards[place] = len(actions)
-                elif kind is Kind.BACKWARD:
+                elif kind is Kind.BACKWARD or kind is Kind.INPUT:
                     need = backwards[place + width] if stage < last_stage else none
                     if need < 0 or forwards[place] < 0:
                         break
                     backwards[place] = len(actions)
+                elif kind is Kind.WEIGHT and backwards[place] < 0:
+                    break
                 previous.append(before)
                 needs.append(need)
                 before = len(actions)
@@ -180,7 +189,7 @@ class Timeline:
 
     @cached_property
     def compute(self) -> Times:
-        """Per pipeline rank, the time spent in forwards and backwards."""
+        """Per pipeline rank, the time spent in computations."""
         is_compute = np.array([action.kind in COMPUTE for action in self.program.actions])
         out = np.zeros(self.program.schedule.pp)
         np.add.at(out, self.program.pp_rank, (self.end - self.start) * is_compute)
@@ -202,7 +211,7 @@ class Timeline:
         return float(self.idle.sum() / (self.step_time * self.program.schedule.pp))
 
     def span(self, action: Action) -> tuple[float, float]:
-        """Start and end of one forward or backward."""
+        """Start and end of one computation."""
         i = self.program.where[action]
         return float(self.start[i]), float(self.end[i])
 
@@ -222,15 +231,18 @@ class Timeline:
     def live_chunks(self, pp_rank: int) -> tuple[Times, NDArray[np.int64]]:
         """(times, counts): how many (micro-batch, chunk) pairs hold activations on a rank, from each time on.
 
-        A pair is live from the start of its forward to the end of its backward. Chunks of frozen stages, which have no
-        backward, never are.
+        A pair is live from the start of its forward to the end of its backward, or of its W. Chunks of frozen stages,
+        which have no backward, never are.
         """
         program = self.program
         events = []  # in order of time, as the actions of one rank are
         for i, action in enumerate(program.actions):
-            trained = action.kind in COMPUTE and action.stage >= program.schedule.num_frozen_stages
-            if trained and program.pp_rank[i] == pp_rank:
-                events.append((self.start[i], 1) if action.kind is Kind.FORWARD else (self.end[i], -1))
+            if action.stage < program.schedule.num_frozen_stages or program.pp_rank[i] != pp_rank:
+                continue
+            if action.kind is Kind.FORWARD:
+                events.append((self.start[i], 1))
+            elif action.kind in ENDS:
+                events.append((self.end[i], -1))
         return np.array([t for t, _ in events]), np.cumsum([change for _, change in events], dtype=np.int64)
 
 
@@ -239,6 +251,7 @@ def play(
     *,
     forward: ArrayLike = 1.0,
     backward: ArrayLike = 2.0,
+    weight: ArrayLike | None = None,
     message: ArrayLike = 0.0,
     gather: ArrayLike = 0.0,
     reduce: ArrayLike = 0.0,
@@ -248,6 +261,7 @@ def play(
     Args:
         schedule: what to play. To play it several times, keep ``compile_program(schedule)`` and call its ``play``.
         forward, backward: durations, a number, one per stage, or an array [stage, micro-batch].
+        weight: of the second half of backward, where the schedule splits it, as ``backward`` is of both; default half.
         message: a number, one per sending stage, or an array [direction, sending stage, micro-batch], direction 0 being
             forward. Neighbouring stages of one rank exchange no message.
         gather, reduce: durations of FSDP events, a number or one per stage; they hold up their rank.
@@ -256,5 +270,5 @@ def play(
         ValueError: a negative duration, a wrong shape, or a schedule that deadlocks.
     """
     return compile_program(schedule).play(
-        forward=forward, backward=backward, message=message, gather=gather, reduce=reduce
+        forward=forward, backward=backward, weight=weight, message=message, gather=gather, reduce=reduce
     )

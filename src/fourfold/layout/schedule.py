@@ -6,7 +6,8 @@ drawn is what is predicted is what runs.
 Sources: the flexible schedule and its warm-up are section 3.1 of "Scaling Llama 3 Training with Efficient Parallelism
 Strategies" (ISCA 2025), with the printed warm-up formula corrected: the term is ``2 (pp - pp_rank - 1)``, as the
 paper's own Figure 2 draws it; the printed form deadlocks (a test shows it). Rounds for micro-batch counts that nc does
-not divide are our own: see :func:`rounds_of`.
+not divide are our own: see :func:`rounds_of`. ZB-H1 is the schedule of that name in "Zero Bubble Pipeline Parallelism"
+(Qi et al. 2023).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fourfold.layout.actions import COMPUTE, SENDS, Action, Kind
+from fourfold.layout.actions import BACKS, COMPUTE, ENDS, SENDS, Action, Kind
 
-KINDS = ("afab", "1f1b", "interleaved", "flexible")
+KINDS = ("afab", "1f1b", "interleaved", "flexible", "zb-h1")
 
-# A receive is posted this many computations before the one that needs it: early enough that the sender never waits for
-# the posting, late enough that few buffers are held.
+# By default a receive is posted this many computations before the one that needs it: early enough that the sender never
+# waits for the posting, late enough that few buffers are held.
 RECEIVE_LOOKAHEAD = 2
 
 
@@ -51,13 +52,22 @@ class Schedule:
         """Virtual stages over all ranks."""
         return self.pp * self.v
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a backward is two actions, I and W, instead of one."""
+        return self.kind == "zb-h1"
+
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that holds a virtual stage."""
         return stage % self.pp
 
     @cached_property
     def in_flight_peak(self) -> tuple[int, ...]:
-        """Per pipeline rank, the most (micro-batch, chunk) pairs whose activations are held at once."""
+        """Per pipeline rank, the most (micro-batch, chunk) pairs whose activations are held at once.
+
+        Where backward is split, until W: of what a forward keeps, I frees about as much as the gradients are that it
+        leaves for W.
+        """
         return tuple(max(live, default=0) for live in map(self._live, range(self.pp)))
 
     @cached_property
@@ -68,7 +78,7 @@ class Schedule:
     def _live(self, pp_rank: int) -> list[int]:
         live, history = 0, []
         for kind, stage, _ in self.actions[pp_rank]:
-            if kind in COMPUTE and stage >= self.num_frozen_stages:
+            if stage >= self.num_frozen_stages and (kind is Kind.FORWARD or kind in ENDS):
                 live += 1 if kind is Kind.FORWARD else -1
                 history.append(live)
         return history
@@ -84,6 +94,7 @@ def generate(
     zero: int = 1,
     num_frozen_stages: int = 0,
     messages: bool = True,
+    receive_lookahead: int = RECEIVE_LOOKAHEAD,
 ) -> Schedule:
     """Makes the schedule of one step, for any ``num_micro_batches >= 1``.
 
@@ -91,15 +102,16 @@ def generate(
         pp: pipeline ranks.
         v: virtual stages per pipeline rank.
         num_micro_batches: micro-batches per step and data-parallel group.
-        kind: ``afab`` (all forwards, then all backwards), ``1f1b`` (v = 1), ``interleaved`` (v > 1, nc = pp) or
-            ``flexible`` (any v, any nc).
+        kind: ``afab`` (all forwards, then all backwards), ``1f1b`` (v = 1), ``interleaved`` (v > 1, nc = pp),
+            ``flexible`` (any v, any nc) or ``zb-h1`` (v = 1, backward in two halves).
         nc: consecutive micro-batches per virtual stage; default pp. A round smaller than the pipeline would deadlock,
-            so nc < pp and num_micro_batches < pp run as afab, and ``fallback`` says so.
+            so nc < pp and num_micro_batches < pp run as afab (but zb-h1 as itself), and ``fallback`` says so.
         zero: ZeRO mode 1, 2 or 3; places the FSDP events.
         num_frozen_stages: leading stages without a trained weight, which need no backward. All of them: forwards only,
             as validation needs it.
         messages: with the sends and receives that an executor needs. To play a schedule it does without, and they are
             most of the work of making it.
+        receive_lookahead: how many computations before the one that needs it a receive is posted.
 
     Raises:
         ValueError: an illegal combination; the message names the argument, its value, the rule and what is legal.
@@ -111,7 +123,7 @@ def generate(
         fallback = (
             f"nc = {wanted_nc} is smaller than pp = {pp}: such rounds would deadlock, so all forwards run first (afab)"
         )
-    elif kind != "afab" and num_micro_batches < pp:
+    elif kind not in ("afab", "zb-h1") and num_micro_batches < pp:
         fallback = (
             f"{num_micro_batches} micro-batches are fewer than pp = {pp}: the pipeline never fills, "
             "so all forwards run first (afab)"
@@ -122,7 +134,10 @@ def generate(
     else:
         rounds = rounds_of(num_micro_batches, nc=wanted_nc, pp=pp)
         warmup = tuple(warmup_of(r, pp=pp, v=v, nc=rounds[0], num_micro_batches=num_micro_batches) for r in range(pp))
-    orders = [order_of(r, pp=pp, v=v, rounds=rounds, warmup=warmup[r]) for r in range(pp)]
+    if kind == "zb-h1":
+        orders = [order_of_zb_h1(r, pp=pp, num_micro_batches=num_micro_batches) for r in range(pp)]
+    else:
+        orders = [order_of(r, pp=pp, v=v, rounds=rounds, warmup=warmup[r]) for r in range(pp)]
     return Schedule(
         pp=pp,
         v=v,
@@ -133,7 +148,14 @@ def generate(
         warmup=warmup,
         zero=zero,
         actions=lower(
-            orders, pp=pp, v=v, rounds=rounds, zero=zero, num_frozen_stages=num_frozen_stages, messages=messages
+            orders,
+            pp=pp,
+            v=v,
+            rounds=rounds,
+            zero=zero,
+            num_frozen_stages=num_frozen_stages,
+            messages=messages,
+            receive_lookahead=receive_lookahead,
         ),
         fallback=fallback,
         num_frozen_stages=num_frozen_stages,
@@ -155,13 +177,14 @@ def _check(
         raise ValueError(f"kind = {kind!r}: must be one of {', '.join(KINDS)}")
     if zero not in (1, 2, 3):
         raise ValueError(f"zero = {zero}: must be 1, 2 or 3")
-    if kind == "1f1b" and v != 1:
+    if kind in ("1f1b", "zb-h1") and v != 1:
         raise ValueError(
-            f"kind = '1f1b' with v = {v}: 1f1b has one virtual stage per rank; legal: v = 1, or kind = 'interleaved'"
+            f"kind = {kind!r} with v = {v}: {kind} has one virtual stage per rank; "
+            "legal: v = 1, or kind = 'interleaved'"
         )
     if kind == "interleaved" and v == 1:
         raise ValueError("kind = 'interleaved' with v = 1: interleaving needs v > 1; legal: v = 2, or kind = '1f1b'")
-    fixed_nc = {"afab": num_micro_batches, "1f1b": pp, "interleaved": pp}.get(kind)
+    fixed_nc = {"afab": num_micro_batches, "1f1b": pp, "interleaved": pp, "zb-h1": pp}.get(kind)
     if nc is not None and fixed_nc is not None and nc != fixed_nc:
         raise ValueError(
             f"nc = {nc} with kind = {kind!r}: {kind} fixes nc = {fixed_nc}; legal: leave nc out, or kind = 'flexible'"
@@ -216,6 +239,27 @@ def order_of(pp_rank: int, *, pp: int, v: int, rounds: Sequence[int], warmup: in
     return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
 
 
+def order_of_zb_h1(pp_rank: int, *, pp: int, num_micro_batches: int) -> list[Action]:
+    """The computations of one pipeline rank in ZB-H1: 1F1B's, but that W comes ``pp_rank`` backwards late.
+
+    So every rank holds up to min(pp, num_micro_batches) micro-batches, as many as the first does in 1F1B, and the later
+    ranks, whose gradients the others wait for, put their Ws off to the end. With W <= F the ranks idle for (pp - 1)
+    (F + I - W) in every step of at least pp micro-batches, instead of (pp - 1) (F + I + W) in 1F1B; of fewer for (pp -
+    1) (F + I) - (num_micro_batches - 1) W. No order that holds as little idles less where F = W. (If no rank may hold
+    more than the same rank does in 1F1B, the last must run F, I, W in turn: (pp - 1) (F + I).)
+    """
+    warmup = warmup_of(pp_rank, pp=pp, v=1, nc=pp, num_micro_batches=num_micro_batches)
+    out = [Action(Kind.FORWARD, pp_rank, m) for m in range(warmup)]
+    for m in range(num_micro_batches + pp_rank):
+        if warmup + m < num_micro_batches:
+            out.append(Action(Kind.FORWARD, pp_rank, warmup + m))
+        if m < num_micro_batches:
+            out.append(Action(Kind.INPUT, pp_rank, m))
+        if m >= pp_rank:
+            out.append(Action(Kind.WEIGHT, pp_rank, m - pp_rank))
+    return out
+
+
 def lower(
     orders: Sequence[Sequence[Action]],
     *,
@@ -225,6 +269,7 @@ def lower(
     zero: int,
     num_frozen_stages: int = 0,
     messages: bool = True,
+    receive_lookahead: int = RECEIVE_LOOKAHEAD,
 ) -> tuple[tuple[Action, ...], ...]:
     """Adds to the computations of each rank its sends and receives and the FSDP events of the ZeRO mode."""
     last = pp * v - 1
@@ -241,10 +286,11 @@ def lower(
             if action.kind in SENDS:
                 receive = _receive_of(action)
                 channels[source, receive.stage % pp].append(receive)
-    return tuple(
-        tuple(_with_receives(actions, [c for (_, destination), c in channels.items() if destination == pp_rank]))
-        for pp_rank, actions in enumerate(sending)
-    )
+    out = []
+    for pp_rank, actions in enumerate(sending):
+        incoming = [channel for (_, destination), channel in channels.items() if destination == pp_rank]
+        out.append(tuple(_with_receives(actions, incoming, receive_lookahead)))
+    return tuple(out)
 
 
 def _with_events(order: Sequence[Action], rounds: Sequence[int], zero: int, num_frozen_stages: int) -> list[Action]:
@@ -252,6 +298,7 @@ def _with_events(order: Sequence[Action], rounds: Sequence[int], zero: int, num_
 
     ZeRO-1 and 2 gather a stage's weights once per step. ZeRO-1 reduces after the stage's last backward, ZeRO-2 after
     its last of each round, ZeRO-3 after each, and ZeRO-3 holds weights only during a computation (ISCA'25 Figure 4).
+    Of a split backward, the end is W; it does not read the weights, so ZeRO-3 gathers none for it.
     """
     if num_frozen_stages:
         order = [a for a in order if a.kind is Kind.FORWARD or a.stage >= num_frozen_stages]
@@ -261,11 +308,11 @@ def _with_events(order: Sequence[Action], rounds: Sequence[int], zero: int, num_
     ends = {sum(rounds[: i + 1]) - 1 for i in range(len(rounds))}
     reduce_after = {1: {max(ends)}, 2: ends, 3: set(range(max(ends) + 1))}[zero]
     if zero == 3:
-        before = after = range(len(order))
+        before = after = [position for position, action in enumerate(order) if action.kind is not Kind.WEIGHT]
     else:
         before, after = first_use.values(), last_use.values()
     gathers, frees = set(before), set(after)
-    reduces = {i for i, (kind, _, m) in enumerate(order) if m in reduce_after and kind is Kind.BACKWARD}
+    reduces = {i for i, (kind, _, m) in enumerate(order) if m in reduce_after and kind in ENDS}
     out: list[Action] = []
     done = 0
     for position in sorted(gathers | frees | reduces):
@@ -289,7 +336,7 @@ def _with_sends(actions: Sequence[Action], last: int, num_frozen_stages: int) ->
         kind, stage, micro_batch = action
         if kind is Kind.FORWARD and stage < last:
             out.append(Action(Kind.SEND_FORWARD, stage, micro_batch))
-        elif kind is Kind.BACKWARD and stage > num_frozen_stages:
+        elif kind in BACKS and stage > num_frozen_stages:
             out.append(Action(Kind.SEND_BACKWARD, stage, micro_batch))
     return out
 
@@ -300,22 +347,26 @@ def _receive_of(send: Action) -> Action:
     return Action(Kind.RECV_BACKWARD, send.stage - 1, send.micro_batch)
 
 
-def _with_receives(actions: Sequence[Action], channels: Sequence[Sequence[Action]]) -> list[Action]:
+def _with_receives(actions: Sequence[Action], channels: Sequence[Sequence[Action]], lookahead: int) -> list[Action]:
     """Posts the receives of each channel in the order of its sends, each ahead of the computation that needs it.
 
     A channel delivers in posted order (NCCL matches messages by order alone), so a message that is needed late but was
     sent early is posted early too: posting times never decrease along a channel.
     """
     computations = [position for position, action in enumerate(actions) if action.kind in COMPUTE]
-    needed_at = {actions[position]: i for i, position in enumerate(computations)}
+    needed_at = {
+        actions[position].result: i
+        for i, position in enumerate(computations)
+        if actions[position].kind is not Kind.WEIGHT
+    }
     post_before: dict[int, list[Action]] = defaultdict(list)
     for channel in channels:
         latest = len(computations)
         posts = []
         for receive in reversed(channel):
             kind = Kind.FORWARD if receive.kind is Kind.RECV_FORWARD else Kind.BACKWARD
-            consumer = needed_at[Action(kind, receive.stage, receive.micro_batch)]
-            latest = min(latest, max(0, consumer - RECEIVE_LOOKAHEAD))
+            consumer = needed_at[kind, receive.stage, receive.micro_batch]
+            latest = min(latest, max(0, consumer - lookahead))
             posts.append((latest, receive))
         for i, receive in reversed(posts):
             post_before[computations[i]].append(receive)

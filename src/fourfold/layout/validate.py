@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from fourfold.layout.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
+from fourfold.layout.actions import BACKS, COMPUTE, ENDS, RECEIVES, SENDS, Action, Kind
 from fourfold.layout.schedule import Schedule
 
 _EVENTS = frozenset({Kind.GATHER, Kind.REDUCE, Kind.FREE})
+_NEED_WEIGHTS = frozenset({Kind.FORWARD, *BACKS, Kind.REDUCE, Kind.FREE})  # gathered; W has no use for them
 
 
 def validate(schedule: Schedule) -> None:
     """Raises ValueError with the first fault found, and returns nothing otherwise.
 
-    What is proven: every (stage, micro-batch) runs forward once and, if trained, backward once, on the rank that holds
-    the stage, and what it makes is sent and received once where a neighbour needs it; weights are gathered whenever
-    they are used, every gradient is reduced, nothing stays gathered; and the step ends, under the weakest messages any
-    back end offers: operations on one channel (ordered pair of ranks) run in posted order, and a send completes only
-    once its receive is posted.
+    What is proven: every (stage, micro-batch) runs forward once and, if trained, backward once (or the two halves of
+    one, in order), on the rank that holds the stage, and what it makes is sent and received once where a neighbour
+    needs it; weights are gathered whenever they are used, every gradient is reduced, nothing stays gathered; and the
+    step ends, under the weakest messages any back end offers: operations on one channel (ordered pair of ranks) run in
+    posted order, and a send completes only once its receive is posted.
     """
     _check_complete(schedule)
     for pp_rank in range(schedule.pp):
@@ -29,11 +30,11 @@ def validate(schedule: Schedule) -> None:
 
 
 def producer_of(schedule: Schedule, computation: Action) -> Action | None:
-    """The computation on a neighbouring stage whose result a forward or backward needs, None at the ends."""
+    """The computation on a neighbouring stage whose result this one needs, None if it needs none."""
     kind, stage, micro_batch = computation
     if kind is Kind.FORWARD:
-        return Action(Kind.FORWARD, stage - 1, micro_batch) if stage > 0 else None
-    return Action(Kind.BACKWARD, stage + 1, micro_batch) if stage < schedule.num_stages - 1 else None
+        return Action(kind, stage - 1, micro_batch) if stage > 0 else None
+    return Action(kind, stage + 1, micro_batch) if kind in BACKS and stage < schedule.num_stages - 1 else None
 
 
 def _expected(schedule: Schedule, stage: int) -> Iterator[Kind]:
@@ -46,7 +47,7 @@ def _expected(schedule: Schedule, stage: int) -> Iterator[Kind]:
     if across and stage < last:
         yield Kind.SEND_FORWARD
     if stage >= frozen:
-        yield Kind.BACKWARD
+        yield from (Kind.INPUT, Kind.WEIGHT) if schedule.splits_backward else (Kind.BACKWARD,)
         if across and stage > frozen:
             yield Kind.SEND_BACKWARD
         if across and stage < last:
@@ -71,6 +72,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_events(schedule: Schedule, pp_rank: int) -> None:
+    needy = _NEED_WEIGHTS - {Kind.REDUCE} if schedule.splits_backward else _NEED_WEIGHTS
     gathered: set[int] = set()
     unreduced: set[int] = set()
     reduces: Counter[int] = Counter()
@@ -80,9 +82,9 @@ def _check_events(schedule: Schedule, pp_rank: int) -> None:
             if stage in gathered:
                 raise ValueError(f"pipeline rank {pp_rank}: {action} while its weights are gathered already")
             gathered.add(stage)
-        elif (kind in COMPUTE or kind in _EVENTS) and stage not in gathered:
+        elif kind in needy and stage not in gathered:
             raise ValueError(f"pipeline rank {pp_rank}: {action} without gathered weights")
-        if kind is Kind.BACKWARD:
+        if kind in ENDS:
             unreduced.add(stage)
         elif kind is Kind.REDUCE:
             if stage not in unreduced:
@@ -104,17 +106,18 @@ def _check_events(schedule: Schedule, pp_rank: int) -> None:
 
 def _check_postings(schedule: Schedule, pp_rank: int) -> None:
     """Nothing is sent before it is made, and every receive is posted before the computation that needs it."""
-    done: set[Action] = set()
+    done: set[tuple[str, int, int]] = set()
     for action in schedule.actions[pp_rank]:
         kind, stage, micro_batch = action
-        if kind in COMPUTE:
-            done.add(action)
+        if kind is Kind.FORWARD or kind in BACKS:
+            done.add(action.result)
         elif kind in SENDS and action.message not in done:
             raise ValueError(f"pipeline rank {pp_rank} posts {action} before the computation that makes its data")
         elif kind in RECEIVES:
-            consumer = (Kind.FORWARD if kind is Kind.RECV_FORWARD else Kind.BACKWARD, stage, micro_batch)
-            if consumer in done:
-                raise ValueError(f"pipeline rank {pp_rank} posts {action} after {Action(*consumer)}, which needs it")
+            back = Kind.INPUT if schedule.splits_backward else Kind.BACKWARD
+            consumer = Action(Kind.FORWARD if kind is Kind.RECV_FORWARD else back, stage, micro_batch)
+            if consumer.result in done:
+                raise ValueError(f"pipeline rank {pp_rank} posts {action} after {consumer}, which needs it")
 
 
 def _check_channels(schedule: Schedule) -> None:
@@ -181,9 +184,11 @@ def _awaited(
 ) -> Action | None:
     """The computation that must run, or have its result sent, before this one can; None if this one can run."""
     kind, stage, micro_batch = computation
-    if kind is Kind.BACKWARD and (Kind.FORWARD, stage, micro_batch) not in done:
-        return Action(Kind.FORWARD, stage, micro_batch)
+    if kind is not Kind.FORWARD:
+        before = Action(Kind.INPUT if kind is Kind.WEIGHT else Kind.FORWARD, stage, micro_batch)
+        if before not in done:
+            return before
     producer = producer_of(schedule, computation)
-    if producer is None or producer in (done if schedule.pp == 1 else sent):
+    if producer is None or (producer in done if schedule.pp == 1 else producer.result in sent):
         return None
     return producer

@@ -15,6 +15,7 @@ accumulates unsharded gradients in its reduce dtype, and adds reduced ones in th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,15 @@ from torch.distributed.tensor import DTensor
 
 from fourfold.model import Llama
 from fourfold.parallel.groups import Groups
-from fourfold.parallel.torch_private import LabelledAllGather, LabelledReduceScatter, reduce_gradients, sums_gradients
+from fourfold.parallel.halves import Half, WeightHalves, run_halves
+from fourfold.parallel.torch_private import (
+    LabelledAllGather,
+    LabelledReduceScatter,
+    finish_backward,
+    finish_groups,
+    reduce_gradients,
+    sums_gradients,
+)
 
 
 class ShardedStage:
@@ -32,12 +41,14 @@ class ShardedStage:
     Args:
         module: the stage; its parameters are DTensors over the TP mesh.
         groups: of this rank; the weights are sharded over dp x cp.
+        halves: where the functions of ``module`` put gradients off.
         zero: ZeRO mode.
         dtype: of computation and gathered weights. Master weights stay in their own.
     """
 
-    def __init__(self, module: Llama, *, groups: Groups, zero: int, dtype: torch.dtype) -> None:
+    def __init__(self, module: Llama, *, groups: Groups, halves: WeightHalves, zero: int, dtype: torch.dtype) -> None:
         self.module = module
+        self.halves = halves
         self._per_layer = zero == 3
         # Inputs are not cast: the stage's boundary tensors are in dtype already and the batch has only integers.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -70,6 +81,16 @@ class ShardedStage:
     def sums_gradients(self) -> bool:
         """Whether FSDP adds gradients, as it must, instead of averaging them."""
         return all(sums_gradients(part) for part in self.fsdp_modules())
+
+    def add_gradients(self, kept: list[Half]) -> None:
+        """Runs a W: adds the gradients that the I of the same micro-batch has put off, and empties the list.
+
+        As after a whole backward, FSDP2 accumulates them in its reduce dtype. Under ZeRO-3 they do not wait for the
+        REDUCE event: a layer's are reduced when its last one is there, so that no more than those of a layer are whole.
+        """
+        run_halves(kept, partial(finish_groups, self.module) if self._per_layer else lambda: None)
+        if isinstance(self.module, FSDPModule):
+            finish_backward(self.module)
 
     def gather(self) -> None:
         """Runs a GATHER event."""

@@ -23,6 +23,7 @@ from fourfold.layout import Action, Kind, Schedule
 from fourfold.parallel.batch import LocalBatch
 from fourfold.parallel.data import ShardedStage
 from fourfold.parallel.groups import Groups, Transfer
+from fourfold.parallel.halves import Half
 
 Message = tuple[str, int, int]  # direction, producing stage, micro-batch: see Action.message
 
@@ -98,6 +99,7 @@ class _Step:
     arrived: dict[Message, Tensor] = field(default_factory=dict)
     inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     outputs: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)
+    halves: dict[tuple[int, int], list[Half]] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     waited: int = 0
 
@@ -106,6 +108,8 @@ class _Step:
         handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
+            Kind.INPUT: self.backward_of_input,
+            Kind.WEIGHT: self.backward_of_weights,
             Kind.SEND_FORWARD: lambda action: self.send(action.message, to_stage=action.stage + 1),
             Kind.SEND_BACKWARD: lambda action: self.send(action.message, to_stage=action.stage - 1),
             Kind.RECV_FORWARD: lambda action: self.receive(action.message),
@@ -126,7 +130,8 @@ class _Step:
         groups.position.stage = groups.position.micro_batch = -1
         with groups.recorder.flushing():
             pipeline._outbox.flush()
-        assert not (self.receiving or self.arrived or self.inputs or self.outputs), "the schedule left something undone"
+        undone = self.receiving or self.arrived or self.inputs or self.outputs or self.halves
+        assert not undone, "the schedule left something undone"
         losses = torch.stack([self.losses[m] for m in sorted(self.losses)]) if self.losses else None
         return StepResult(losses, tuple(log))
 
@@ -164,6 +169,16 @@ class _Step:
         if x is not None:
             assert x.grad is not None
             self.arrived["B", stage, micro_batch] = x.grad
+
+    def backward_of_input(self, action: Action) -> None:
+        _, stage, micro_batch = action
+        with self.pipeline.stages[stage].halves.keeping() as kept:
+            self.backward(action)
+        self.halves[stage, micro_batch] = kept
+
+    def backward_of_weights(self, action: Action) -> None:
+        _, stage, micro_batch = action
+        self.pipeline.stages[stage].add_gradients(self.halves.pop((stage, micro_batch)))
 
     def take(self, message: Message) -> Tensor:
         """What a neighbouring stage sent, or left here if it is on this rank."""

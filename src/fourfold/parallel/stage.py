@@ -13,6 +13,7 @@ from fourfold.model import Llama, Ops
 from fourfold.model.llama import Weight
 from fourfold.parallel.data import ShardedStage
 from fourfold.parallel.groups import Groups
+from fourfold.parallel.halves import WeightHalves
 from fourfold.parallel.tensor import sharded_ops
 from fourfold.recipe import RunPlan, is_frozen, split_dimension
 
@@ -26,10 +27,15 @@ def build_stages(
     plan: RunPlan, groups: Groups, *, weights: WeightSource, dtype: torch.dtype, device: torch.device
 ) -> dict[int, ShardedStage]:
     """This rank's virtual stages by global index, with weights from ``weights``; ``dtype`` is that of computation."""
-    ops = sharded_ops(plan.config, groups, z_loss=plan.recipe.train.z_loss)
+    halves = WeightHalves()
+    ops = sharded_ops(plan.config, groups, halves, z_loss=plan.recipe.train.z_loss)
     return {
         stage.index: ShardedStage(
-            _build(stage, plan, groups, ops, weights, device), groups=groups, zero=plan.zero, dtype=dtype
+            _build(stage, plan, groups, ops, weights, device),
+            groups=groups,
+            halves=halves,
+            zero=plan.zero,
+            dtype=dtype,
         )
         for stage in plan.stages
         if stage.index % plan.grid.pp == groups.pp.rank

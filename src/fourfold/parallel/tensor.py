@@ -6,11 +6,15 @@ inputs are not kept for backward but gathered again: six backward. With the two 
 autograd would (RMSNorm and SwiGLU), a layer of the 405B model keeps 0.54 GB per micro-batch at 8K tokens and tp 8, not
 1.32.
 
+The gradients of weights may be put off (:mod:`fourfold.parallel.halves`). A layer's backward then has two gathers more,
+eight in all: what LinearScatter gathers for the gradient of its input is not kept for that of its weight.
+
 These functions are the parallel side of :class:`fourfold.model.Ops`; the model's mathematics stays in the model.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +26,17 @@ from torch.distributed.tensor import DTensor
 from fourfold.model import Batch, Ops, attention
 from fourfold.parallel.batch import LocalBatch
 from fourfold.parallel.context import gather_keys_values
-from fourfold.parallel.groups import Group, Groups
+from fourfold.parallel.groups import Group, Groups, Pending
+from fourfold.parallel.halves import Half, WeightHalves
 from fourfold.parallel.torch_private import LocalPart
 from fourfold.recipe import ModelConfig
 
 
-def sharded_ops(config: ModelConfig, groups: Groups, *, z_loss: float = 0.0) -> Ops:
+def sharded_ops(config: ModelConfig, groups: Groups, halves: WeightHalves, *, z_loss: float = 0.0) -> Ops:
     """The operations of a model with weights split over ``groups.tp`` and tokens over ``groups.cp`` and tp.
 
-    ``z_loss`` is the factor of the term that :class:`VocabCrossEntropy` adds to what is minimised.
+    ``halves`` takes the gradients of weights that are put off. ``z_loss`` is the factor of the term that
+    :class:`VocabCrossEntropy` adds to what is minimised.
     """
     tp, cp = groups.tp, groups.cp
     kv_head = tp.rank * config.num_kv_heads // tp.size
@@ -49,12 +55,12 @@ def sharded_ops(config: ModelConfig, groups: Groups, *, z_loss: float = 0.0) -> 
         return attention(q, k, v, batch)
 
     return Ops(
-        embed=lambda tokens, weight: embed(tokens, local(weight), tp),
-        norm=lambda x, weight, eps: LeanRMSNorm.apply(x, local(weight), eps),
-        project=lambda x, weights: GatherLinear.apply(x, tp, *map(columns, weights)),
+        embed=lambda tokens, weight: embed(tokens, local(weight), tp, halves),
+        norm=lambda x, weight, eps: LeanRMSNorm.apply(x, local(weight), eps, halves),
+        project=lambda x, weights: GatherLinear.apply(x, tp, halves, *map(columns, weights)),
         swiglu=lambda a, b: LeanSwiGLU.apply(a, b),
         attend=attend,
-        combine=lambda x, weight: LinearScatter.apply(x, local(weight), tp),
+        combine=lambda x, weight: LinearScatter.apply(x, local(weight), tp, halves),
         cross_entropy=lambda logits, labels, vocab_size: VocabCrossEntropy.apply(
             logits, labels, vocab_size, tp, z_loss
         ),
@@ -64,12 +70,12 @@ def sharded_ops(config: ModelConfig, groups: Groups, *, z_loss: float = 0.0) -> 
 class GatherLinear(Function):
     """Gathers the tokens of all TP ranks and multiplies them with this rank's columns of one or more weights.
 
-    ``apply(x [n / tp, D], tp, *weights [out, D]) -> tuple of [n, out]``. Keeps only this rank's tokens.
+    ``apply(x [n / tp, D], tp, halves, *weights [out, D]) -> tuple of [n, out]``. Keeps only this rank's tokens.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Group, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.tp = tp
+    def forward(ctx: Any, x: Tensor, tp: Group, halves: WeightHalves, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.tp, ctx.halves = tp, halves
         ctx.save_for_backward(x, *weights)
         full = tp.all_gather(x)
         return tuple(full @ weight.t() for weight in weights)
@@ -77,47 +83,63 @@ class GatherLinear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        needs_x, _, *needs_weights = ctx.needs_input_grad
+        needs_x, _, _, *needs_weights = ctx.needs_input_grad
+        tp, halves = ctx.tp, ctx.halves
         # The second gather and the scatter of dX travel while dX and dW are computed.
-        gathering = ctx.tp.start_all_gather(x) if any(needs_weights) else None
+        gathering = tp.start_all_gather(x) if any(needs_weights) and not halves.put_off else None
         scattering = None
         if needs_x:
             grad_full = grads[0] @ weights[0]
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
                 grad_full.addmm_(grad, weight)
-            scattering = ctx.tp.start_reduce_scatter(grad_full)
+            scattering = tp.start_reduce_scatter(grad_full)
         grad_weights: list[Tensor | None] = [None] * len(weights)
+        needed = [i for i, need in enumerate(needs_weights) if need]
+        kept = [grads[i] for i in needed]
+
+        def products(full: Tensor) -> list[Tensor]:
+            return [grad.t() @ full for grad in kept]
+
         if gathering is not None:
-            full = gathering.wait()
-            grad_weights = [g.t() @ full if needed else None for g, needed in zip(grads, needs_weights, strict=True)]
-        return (scattering.wait() if scattering is not None else None, None, *grad_weights)
+            for i, grad_weight in zip(needed, products(gathering.wait()), strict=True):
+                grad_weights[i] = grad_weight
+        elif needed:
+            halves.put(Half([weights[i] for i in needed], partial(tp.start_all_gather, x), products))
+        return (scattering.wait() if scattering is not None else None, None, None, *grad_weights)
 
 
 class LinearScatter(Function):
     """Multiplies with this rank's rows of a weight, and sums and scatters the result over the TP ranks.
 
-    ``apply(x [n, in / tp], weight [D, in / tp], tp) -> [n / tp, D]``.
+    ``apply(x [n, in / tp], weight [D, in / tp], tp, halves) -> [n / tp, D]``.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, tp: Group) -> Tensor:
-        ctx.tp = tp
+    def forward(ctx: Any, x: Tensor, weight: Tensor, tp: Group, halves: WeightHalves) -> Tensor:
+        ctx.tp, ctx.halves = tp, halves
         ctx.save_for_backward(x, weight)
         return tp.reduce_scatter(x @ weight.t())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        full = ctx.tp.all_gather(grads[0])
-        grad_x = full @ weight if ctx.needs_input_grad[0] else None
-        return grad_x, (full.t() @ x if ctx.needs_input_grad[1] else None), None
+        tp, own = ctx.tp, grads[0]
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        put_off = needs_weight and ctx.halves.put_off
+        if put_off:  # the gradient of this rank's tokens is kept, which is tp times smaller than that of all
+            ctx.halves.put(Half([weight], partial(tp.start_all_gather, own), lambda full: [full.t() @ x]))
+        full = tp.all_gather(own) if needs_x or not put_off else None
+        grad_x = full @ weight if full is not None and needs_x else None
+        grad_weight = full.t() @ x if full is not None and needs_weight and not put_off else None
+        return grad_x, grad_weight, None, None
 
 
 class LeanRMSNorm(Function):
-    """RMSNorm that keeps its input and one number per token: ``apply(x [n, D], weight [D], eps) -> [n, D]``."""
+    """RMSNorm that keeps its input and one number per token: ``apply(x [n, D], weight [D], eps, halves) -> [n, D]``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, halves: WeightHalves) -> Tensor:
+        ctx.halves = halves
         rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, rstd)
         return weight * (x.float() * rstd).to(x.dtype)
@@ -128,8 +150,14 @@ class LeanRMSNorm(Function):
         normed = x.float() * rstd
         grad_normed = (grads[0] * weight).float()
         grad_x = rstd * (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True))
-        grad_weight = (grads[0].float() * normed).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return grad_x.to(x.dtype), grad_weight, None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grads[0].float() * normed).sum(0).to(weight.dtype)
+            if ctx.halves.put_off:  # it is there, from what is at hand, and so small that it only has to be added later
+                there = Pending(grad_weight, None, None)
+                ctx.halves.put(Half([weight], lambda: there, lambda made: [made]))
+                grad_weight = None
+        return grad_x.to(x.dtype), grad_weight, None, None
 
 
 class LeanSwiGLU(Function):
@@ -146,47 +174,42 @@ class LeanSwiGLU(Function):
         return torch.ops.aten.silu_backward(grads[0] * b, a), grads[0] * F.silu(a)
 
 
-class ScatterTokens(Function):
-    """Sums partial results over the TP ranks and leaves each its tokens: ``apply(x [n, D], tp) -> [n / tp, D]``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
-        ctx.tp = tp
-        return tp.reduce_scatter(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.tp.all_gather(grads[0]), None
-
-
 class Lookup(Function):
-    """Rows of a table, ``apply(index int64 [n], inside bool [n], table [V, D]) -> [n, D]``, zero where not ``inside``.
+    """Rows of a table that lies split over the TP ranks, each of which is left its tokens.
 
-    The gradient of a row is summed over the tokens in fp32. In bf16 that of a frequent token would stop growing.
+    ``apply(index int64 [n], inside bool [n], table [V / tp, D], tp, halves) -> [n / tp, D]``, where ``inside`` says
+    whose token an index is. The gradient of a row is summed over the tokens in fp32. In bf16 that of a frequent token
+    would stop growing.
     """
 
     @staticmethod
-    def forward(ctx: Any, index: Tensor, inside: Tensor, table: Tensor) -> Tensor:
-        ctx.save_for_backward(index, inside)
-        ctx.num_rows, ctx.dtype = table.shape[0], table.dtype
-        return F.embedding(index, table) * inside.unsqueeze(1)
+    def forward(ctx: Any, index: Tensor, inside: Tensor, table: Tensor, tp: Group, halves: WeightHalves) -> Tensor:
+        ctx.tp, ctx.halves = tp, halves
+        ctx.save_for_backward(index, inside, table)
+        return tp.reduce_scatter(F.embedding(index, table) * inside.unsqueeze(1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        index, inside = ctx.saved_tensors
-        grad = grads[0].float() * inside.unsqueeze(1)
-        # PyTorch's own backward of an embedding, which adds in one order on every device.
-        total = torch.ops.aten.embedding_dense_backward(grad, index, ctx.num_rows, -1, False)
-        return None, None, total.to(ctx.dtype)
+        index, inside, table = ctx.saved_tensors
+        tp, own, num_rows, dtype = ctx.tp, grads[0], table.shape[0], table.dtype
+
+        def sums(full: Tensor) -> list[Tensor]:
+            grad = full.float() * inside.unsqueeze(1)
+            # PyTorch's own backward of an embedding, which adds in one order on every device.
+            return [torch.ops.aten.embedding_dense_backward(grad, index, num_rows, -1, False).to(dtype)]
+
+        if ctx.halves.put_off:
+            ctx.halves.put(Half([table], partial(tp.start_all_gather, own), sums))
+            return None, None, None, None, None
+        (grad_table,) = sums(tp.all_gather(own))
+        return None, None, grad_table, None, None
 
 
-def embed(tokens: Tensor, weight: Tensor, tp: Group) -> Tensor:
+def embed(tokens: Tensor, weight: Tensor, tp: Group, halves: WeightHalves) -> Tensor:
     """Looks up tokens [n] in a table whose entries are split over the TP ranks, [V / tp, D] -> [n / tp, D]."""
     own = tokens - tp.rank * weight.shape[0]
     inside = (own >= 0) & (own < weight.shape[0])
-    found = Lookup.apply(torch.where(inside, own, 0), inside, weight)
-    # With one rank the function would return its input, which autograd makes a view; FSDP2 warns of views.
-    return ScatterTokens.apply(found, tp) if tp.size > 1 else found
+    return Lookup.apply(torch.where(inside, own, 0), inside, weight, tp, halves)
 
 
 class VocabCrossEntropy(Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -62,30 +62,53 @@ def reduce_gradients(stage: nn.Module) -> None:
     assert isinstance(stage, FSDPModule)
     stage.set_is_last_backward(True)
     stage.set_requires_gradient_sync(True)
-    root = fully_shard.state(stage)  # type: ignore[attr-defined]
-    for state in root._state_ctx.all_states:
-        for group in state._fsdp_param_groups:
-            group.post_backward()
-    root._root_post_backward_final_callback()
+    finish_backward(stage)
     stage.set_is_last_backward(False)
     stage.set_requires_gradient_sync(False)
+
+
+def finish_backward(stage: nn.Module) -> None:
+    """What FSDP2 does at the end of every backward, for gradients that weights have been given outside of one.
+
+    It adds them to its sums and, with gradient sync on, reduce-scatters these.
+    """
+    root = fully_shard.state(stage)  # type: ignore[attr-defined]
+    for group in _groups(stage):
+        group.post_backward()
+    root._root_post_backward_final_callback()
+
+
+def finish_groups(stage: nn.Module) -> None:
+    """As :func:`finish_backward`, but only of FSDP groups whose trained weights have all been given a gradient."""
+    for group in _groups(stage):
+        weights = [parameter.unsharded_param for parameter in group.fsdp_params]
+        trained = [weight for weight in weights if weight.requires_grad]
+        if trained and all(weight.grad is not None for weight in trained):
+            group.post_backward()
+
+
+def _groups(stage: nn.Module) -> Iterator[Any]:
+    root = fully_shard.state(stage)  # type: ignore[attr-defined]
+    return (group for state in root._state_ctx.all_states for group in state._fsdp_param_groups)
 
 
 class LocalPart(Function):
     """This rank's part of a weight, ``apply(weight) -> Tensor``: ``weight.to_local()`` at a third of the time.
 
     ``to_local`` works out anew in every backward how the gradient is laid out. Here it is laid out as the weight is,
-    and a step calls this for every weight and micro-batch.
+    and a step calls this for every weight and micro-batch. A backward that puts the gradient off comes by twice: the
+    first time with none.
     """
 
     @staticmethod
     def forward(ctx: Any, weight: DTensor) -> Tensor:
         ctx.spec = weight._spec
+        ctx.set_materialize_grads(False)
         return weight._local_tensor.view_as(weight._local_tensor)  # autograd marks what it returns, so a new object
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return DTensor(grads[0].contiguous(), ctx.spec, requires_grad=False)
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
+        return None if grads[0] is None else DTensor(grads[0].contiguous(), ctx.spec, requires_grad=False)
 
 
 def sums_gradients(part: FSDPModule) -> bool:

@@ -290,6 +290,8 @@ def any_job(draw: np.random.Generator) -> tuple[str, Jobs]:
     pp, v, m = int(draw.choice([1, 1, 2, 3, 4, 5, 8, 16])), int(draw.integers(1, 6)), int(draw.integers(1, 40))
     split = Split(draw.integers(0, 2))
     order = Order(draw.choice([Order.AFAB, Order.ONE_F_ONE_B if v == 1 else Order.INTERLEAVED, Order.FLEXIBLE]))
+    if order is Order.ONE_F_ONE_B and m % 2:
+        order = Order.ZB_H1
     dp = int(draw.choice([1, 2, 8, 64]))
     jobs = job(
         str(draw.choice(["8b", "70b"])),

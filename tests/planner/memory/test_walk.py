@@ -125,13 +125,17 @@ def test_figure_4_lifetimes_of_gradients() -> None:
         ("flexible", 4, 2, 8, 6, 30, 2),
         ("afab", 4, 2, 3, None, 18, 1),
         ("afab", 2, 1, 4, None, 5, 3),
+        ("zb-h1", 4, 1, 6, None, 13, 1),
+        ("zb-h1", 2, 1, 9, None, 5, 2),
+        ("zb-h1", 4, 1, 3, None, 9, 3),
     ],
 )
 def test_against_a_walk_with_dictionaries(
     kind: str, pp: int, v: int, m: int, nc: int | None, layers: int, zero: int
 ) -> None:
     """The same events followed one by one, the plain way."""
-    jobs = job("8b", layers=layers, pp=pp, v=v, sequences=m, zero=zero, shards=4)
+    order = Order.ZB_H1 if kind == "zb-h1" else Order.ONE_F_ONE_B  # of others nothing here depends on it
+    jobs = job("8b", layers=layers, pp=pp, v=v, sequences=m, zero=zero, shards=4, cp=2, order=order)
     rules = load_rules("standard")
     schedule = generate(pp=pp, v=v, num_micro_batches=m, kind=kind, nc=nc, zero=zero)
     stages = partition(layers, pp=pp, v=v)
@@ -150,15 +154,19 @@ def _peak_of(pp_rank: int, schedule: Schedule, held: Any, zero: int, gathered: f
         if kind is Kind.GATHER and zero < 3:
             alive["weights", stage] = held.weights[stage]
         elif kind is Kind.FORWARD:
-            alive["saved", stage, micro_batch] = held.activations[stage] + held.gathered_kv[stage] + held.logits[stage]
+            alive["saved", stage, micro_batch] = held.activations[stage] + held.logits[stage]
+            alive["kv", stage, micro_batch] = held.gathered_kv[stage]
             moment = held.in_forward[stage]
-        elif kind is Kind.BACKWARD:
-            alive["sum", stage] = held.sums[stage]
+        elif kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT):
+            if kind is not Kind.INPUT:
+                alive["sum", stage] = held.sums[stage]
             moment = held.in_backward[stage]
         elif kind is Kind.REDUCE:
             alive["shard", stage] = held.shards[stage]
         peak = max(peak, sum(alive.values()) + moment + (gathered if zero == 3 else 0))
-        if kind is Kind.BACKWARD:
+        if kind in (Kind.BACKWARD, Kind.INPUT):
+            del alive["kv", stage, micro_batch]
+        if kind in (Kind.BACKWARD, Kind.WEIGHT):
             del alive["saved", stage, micro_batch]
         elif kind is Kind.REDUCE:
             del alive["sum", stage]
@@ -196,6 +204,15 @@ def test_the_peak_says_when_it_is() -> None:
         assert rank.seconds == timeline.start[index]
         assert timeline.program.pp_rank[index] == rank.pp_rank
         assert sum(rank.parts.values()) == pytest.approx(rank.total)
+
+
+def test_zero_bubble_holds_on_every_rank_what_the_first_does() -> None:
+    """And on the last as many logits, or their gradients."""
+    jobs = job("8b", layers=32, pp=4, sequences=8, order=Order.ZB_H1)
+    ranks, usual = walked(jobs, kind="zb-h1"), walked(jobs, kind="1f1b")
+    assert [rank.in_flight for rank in ranks] == [4] * 4
+    assert [rank.activations for rank in ranks[:3]] == pytest.approx([usual[0].activations] * 3)
+    assert [rank.logits for rank in ranks] == [0, 0, 0, 4 * usual[3].logits]
 
 
 # Stages that differ
@@ -305,6 +322,12 @@ def test_a_recipe_agrees_with_its_columns(dtype: str, zero: int) -> None:
     """The planner says of a layout what is said of a recipe of the trainer's, but for the rounding of shards."""
     pipeline = {} if zero == 3 else {"virtual_stages": 2}
     what = plan(layout={"pp": 2, "dp": 2, "zero": zero}, pipeline=pipeline, train={"dtype": dtype})
+    _agrees(what)
+    if zero < 3:
+        _agrees(plan(layout={"pp": 2, "dp": 2, "zero": zero}, pipeline={"schedule": "zb-h1"}, train={"dtype": dtype}))
+
+
+def _agrees(what: RunPlan) -> None:
     jobs, ranks = job_of(what, what.phases[0]), run_memory(what)
     assert walk_row(jobs, Trainer()) == pytest.approx([rank.total for rank in ranks], rel=1e-3)
     worst, found = max(ranks, key=lambda rank: rank.total), peak_memory(jobs, Trainer())

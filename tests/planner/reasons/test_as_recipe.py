@@ -143,7 +143,7 @@ class TestRefusals:
         ("changes", "said"),
         [
             ({"recompute": "selective"}, "recompute = .selective.: the trainer keeps all activations"),
-            ({"schedule": "zb-h1"}, "schedule = .zb-h1.: must be one of afab, 1f1b, interleaved, flexible"),
+            ({"schedule": "zb-v"}, "schedule = .zb-v.: must be one of afab, 1f1b, interleaved, flexible, zb-h1"),
             ({"zero": 0}, "zero = 0: must be 1, 2 or 3"),
             ({"tp": 3}, "layout.tp = 3: must divide"),
         ],

@@ -9,6 +9,7 @@ import pytest
 
 from fourfold.planner.jobs import Jobs, Order, Recompute, Split
 from fourfold.planner.machines.cluster import cluster
+from fourfold.planner.memory.peak import peak_memory
 from fourfold.planner.search import exact
 from fourfold.planner.search.exact import Programs, micro_batches_to_play, play_exactly, schedule_of, stages_of
 from fourfold.planner.search.judge import job_of
@@ -24,6 +25,46 @@ def job(problem: Problem = B70, **layout: Any) -> Jobs:
     plain = {"tp": 8, "cp": 1, "pp": 4, "dp": 4, "v": 1, "nc": 4, "micro_batch": 1}
     plain |= {"order": Order.ONE_F_ONE_B, "split": Split.EVEN, "zero": 1, "recompute": Recompute.NONE}
     return problem.jobs(**(plain | layout))
+
+
+class TestZeroBubble:
+    def test_two_ranks_two_micro_batches(self) -> None:
+        """Both ranks put what they can behind the gradient that the other waits for: on one rank F0 F1 . I0 W0 . I1 W1,
+        on the other F0 I0 F1 I1 W0 W1. The way of the last gradient, and the first rank's last W, end the step."""
+        one = job(B70.replace(sequences=16), pp=2, dp=8, order=Order.ZB_H1, nc=2)
+        p = parts(one, B70.stack)
+        product = 40 * p.late * p.layer_backward
+        first = 40 * p.layer_forward + p.embedding_forward
+        last = 40 * p.layer_forward + p.head_forward
+        # The head's backward is its forward and one product more, which is put off; the embedding's all is.
+        last_input = 40 * p.layer_backward - product + p.head_forward
+        first_input = 40 * p.layer_backward - product
+        way = first + p.message + 2 * (last + last_input) + p.message + first_input + product + p.embedding_backward
+        once = p.gather_exposed + p.reduce_exposed + p.optimizer + p.fixed
+        found = play_exactly(one, B70.stack)
+        assert found.seconds == pytest.approx(float(p.inflation * (way + once)), rel=1e-12)
+
+    @pytest.mark.parametrize(("pp", "m"), [(4, 8), (8, 16), (8, 64)])
+    def test_it_is_faster_than_1f1b_and_holds_more_on_the_last_rank(self, pp: int, m: int) -> None:
+        problem = B70.replace(sequences=16 // pp * m)
+        usual, split = (
+            play_exactly(job(problem, pp=pp, dp=16 // pp, nc=pp, order=order), B70.stack)
+            for order in (Order.ONE_F_ONE_B, Order.ZB_H1)
+        )
+        assert 0.8 < split.seconds / usual.seconds < 0.97
+        assert split.bubble_over_compute < 0.8 * usual.bubble_over_compute
+        assert [rank.in_flight for rank in usual.ranks] == list(range(pp, 0, -1))
+        assert [rank.in_flight for rank in split.ranks] == [pp] * pp
+        assert split.ranks[0].total == usual.ranks[0].total
+        assert split.ranks[-1].activations == pytest.approx(pp * usual.ranks[-1].activations)
+
+    def test_closed_form(self) -> None:
+        """As below, for layouts that only somebody who asks for them gets."""
+        asked = B70.replace(limits={"schedule": ("zb-h1",)})
+        for one in sample(asked, 15, 2000):
+            found = play_exactly(one, asked.stack)
+            assert float(step_time(one, asked.stack).seconds) == pytest.approx(found.seconds, rel=0.06)
+            assert found.memory_bytes <= float(peak_memory(one, asked.stack).allocated) * (1 + 1e-9)
 
 
 class TestByHand:

@@ -37,6 +37,7 @@ def check_changes(found: Infeasible, *kinds: str) -> dict[str, str]:
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"schedule": ("1f1b",), "virtual_stages": (4,)}, "1f1b has one virtual stage per rank"),
+    ({"schedule": ("zb-h1",), "virtual_stages": (4,)}, "zb-h1 has one virtual stage per rank; nearest legal"),
     ({"schedule": ("interleaved",), "virtual_stages": (1,)}, "with one virtual stage per rank it is 1f1b"),
     ({"schedule": ("interleaved",), "nc": (3,), "pp": (4,)}, "and pp = 4: there nc is pp"),
     ({"schedule": ("1f1b", "interleaved"), "nc": (8,), "pp": (4,)}, "and pp = 4: there nc is pp"),

@@ -141,7 +141,7 @@ class TestRecipe:
             ({"pp": (0,)}, "pp = 0: must be at least 1"),
             ({"schedule": ("interleave",)}, "nearest legal: interleaved"),
             ({"zero": (4,)}, "must be 1, 2 or 3"),
-            ({"schedule": ("zb-h1",)}, "schedule = 'zb-h1': must be one of afab.*nearest legal: 1f1b"),
+            ({"schedule": ("zb-h2",)}, "schedule = 'zb-h2': must be one of afab.*nearest legal: zb-h1"),
         ],
     )
     def test_limits_refused(self, limits: dict[str, tuple], hint: str) -> None:

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from fourfold.planner.machines.cluster import cluster
+from fourfold.planner.reasons.as_recipe import candidate_recipe, layout_for_recipe
 from fourfold.planner.search.judge import Candidate, allocatable_bytes, memory_of, sweep
 from fourfold.planner.search.misses import NearMiss
 from fourfold.planner.search.own import OwnLayout
 from fourfold.planner.search.problem import Problem
 from fourfold.planner.search.search import Plan, search
 from fourfold.planner.search.space import space
+from fourfold.recipe import check
 
 GIB = 1 << 30
 
@@ -253,6 +255,19 @@ def test_limits_hold() -> None:
         assert one.tp == 8
         assert one.schedule in ("1f1b", "interleaved")
         assert one.recompute == "none"
+
+
+def test_a_zero_bubble_schedule_that_is_asked_for_can_be_trained() -> None:
+    limits = {"tp": (8,), "schedule": ("zb-h1",), "pp": (8,)}
+    plan = search(problem("llama3-70b", 128, 512, **limits), top=3)
+    best = plan.candidates[0]
+    assert (best.schedule, best.virtual_stages) == ("zb-h1", 1)
+    trained = layout_for_recipe(plan)
+    ran = check(candidate_recipe(plan.problem, trained, name="x"))
+    assert (ran.schedule.kind, trained.schedule) == ("zb-h1", "zb-h1")
+    usual = search(problem("llama3-70b", 128, 512, **(limits | {"schedule": ("1f1b",)})), top=1).best
+    assert usual is not None
+    assert best.step_seconds < usual.step_seconds
 
 
 def test_every_layout_judged_in_full_gives_the_same_answer() -> None:

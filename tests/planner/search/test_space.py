@@ -251,6 +251,21 @@ def test_cluster_from_elsewhere() -> None:
     assert 16 not in degrees
 
 
+def test_zero_bubble_schedules_are_there_if_asked_for() -> None:
+    machine = cluster("h100", 128)
+    job = Problem.of(model="llama3-70b", cluster=machine, seq_len=8192, sequences=512)
+    assert Order.ZB_H1 not in space(job).columns["order"]
+    both = space(job.replace(limits={"schedule": ("1f1b", "zb-h1")})).columns
+    assert set(both["order"].tolist()) == {Order.ONE_F_ONE_B, Order.ZB_H1}
+    alone = space(job.replace(limits={"schedule": ("zb-h1",)})).columns
+    assert set(alone["order"].tolist()) == {Order.ZB_H1}
+    assert set(alone["v"].tolist()) == {1}
+    assert (alone["nc"] == alone["pp"]).all()
+    assert min(alone["pp"]) == 1  # where 1F1B is the same
+    few = space(job.replace(sequences=8, limits={"schedule": ("zb-h1",), "pp": (16,)})).columns
+    assert (8 // (few["dp"] * few["micro_batch"]) < 16).all()  # where other schedules run all forwards first
+
+
 @pytest.mark.parametrize(
     ("limits", "order"),
     [
