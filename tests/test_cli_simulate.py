@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.cli.simulating import figures, simulate
+from fourfold.cli.simulating import Conditions, Drawings, Traces, figures, simulate
 from fourfold.layout import Action, Grid, Kind, generate
 from fourfold.recipe import check, load
 
@@ -26,7 +26,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> str:
 
 class TestStep:
     def test_text(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert simulate(DEMO, **ON_H100, slow=("rank=5:1.5",)) == 0
+        assert simulate(DEMO, **ON_H100, conditions=Conditions(slow=("rank=5:1.5",))) == 0
         text = printed(capsys)
         assert "Step of demo on 16 ranks" in text
         assert "rank 5 computes 1.5 times as long" in text
@@ -43,20 +43,21 @@ class TestStep:
         )
 
     def test_twice_the_same(self, capsys: pytest.CaptureFixture[str]) -> None:
-        options: dict[str, Any] = {"jitter": 0.05, "seed": 3, "documents": "mean=64,dist=exponential", "as_json": True}
-        assert simulate(DEMO, **ON_H100, **options) == 0
+        conditions = Conditions(jitter=0.05, seed=3, documents="mean=64,dist=exponential")
+        assert simulate(DEMO, **ON_H100, conditions=conditions, as_json=True) == 0
         once = printed(capsys)
-        assert simulate(DEMO, **ON_H100, **options) == 0
+        assert simulate(DEMO, **ON_H100, conditions=conditions, as_json=True) == 0
         assert printed(capsys) == once
 
     def test_files(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        page, picture, traces = tmp_path / "step.html", tmp_path / "step.svg", tmp_path / "traces"
-        assert simulate(DEMO, **ON_H100, html=page, svg=picture, trace=traces, skew_ms=60) == 0
+        page, picture, heat, traces = (tmp_path / name for name in ("step.html", "step.svg", "ranks.png", "traces"))
+        drawings = Drawings(html=page, svg=picture, heat_map=heat)
+        assert simulate(DEMO, **ON_H100, drawings=drawings, traces=Traces(trace=traces, skew_ms=60.0)) == 0
         text = printed(capsys)
-        assert str(page) in text
-        assert str(picture) in text
-        assert str(traces) in text
-        assert "canvas" in page.read_text(encoding="utf-8")
+        for path in (page, picture, heat, traces):
+            assert str(path) in text
+            assert path.exists()
+        assert "What would help" in page.read_text(encoding="utf-8")
         assert len(list(traces.glob("rank-*.json"))) == 16
         assert json.loads((traces / "truth.json").read_text())["skew_ms"] == 60
 
@@ -71,7 +72,7 @@ class TestStep:
 
     def test_all_in_one_queue_may_deadlock(self, capsys: pytest.CaptureFixture[str]) -> None:
         overrides = ("layout.pp=4", "layout.tp=1", "model.num_layers=8", "pipeline.nc=4", "batch.sequences=16")
-        assert simulate(DEMO, **ON_H100, overrides=overrides, receives="as-posted") == 2
+        assert simulate(DEMO, **ON_H100, overrides=overrides, conditions=Conditions(receives="as-posted")) == 2
         assert "deadlock: pipeline ranks 0 and 3 wait for each other: " in capsys.readouterr().err
 
 
@@ -82,26 +83,41 @@ class TestRefused:
             ({}, "cluster.gpu: the recipe does not say on which GPUs it runs"),
             ({"gpu": "h900"}, 'gpu = "h900": must be one of'),
             (ON_H100 | {"stack": "metta"}, 'nearest legal: "meta"'),
-            (ON_H100 | {"slow": ("rank=16:2",)}, "--slow rank=16: there are ranks 0 to 15"),
-            (ON_H100 | {"slow": ("disk=1:2",)}, "--slow disk=1:2: must be rank=RANK:FACTOR"),
-            (ON_H100 | {"documents": "means=3"}, "documents: means: unknown key; nearest legal: mean"),
-            (ON_H100 | {"jitter": -1.0}, "--jitter -1: must be at least 0"),
+            (ON_H100 | {"conditions": Conditions(slow=("rank=16:2",))}, "--slow rank=16: there are ranks 0 to 15"),
+            (ON_H100 | {"conditions": Conditions(slow=("disk=1:2",))}, "--slow disk=1:2: must be rank=RANK:FACTOR"),
+            (
+                ON_H100 | {"conditions": Conditions(documents="means=3")},
+                "documents: means: unknown key; nearest legal: mean",
+            ),
+            (ON_H100 | {"conditions": Conditions(jitter=-1.0)}, "--jitter -1: must be at least 0"),
             (ON_H100 | {"overrides": ("layout.tp=3",)}, "layout.tp = 3"),
             ({"log": Path("/nowhere")}, "/nowhere: no action logs"),
+            # What would have no effect
+            (ON_H100 | {"compare": True}, "--html: has no effect with --compare; leave one of them out"),
+            ({"log": Path("/nowhere"), **ON_H100}, "--gpu: has no effect with --log"),
+            (
+                {"log": Path("/nowhere"), "conditions": Conditions(slow=("rank=1:2",))},
+                "--slow: has no effect with --log",
+            ),
+            (ON_H100 | {"log_step": 3}, "--log-step: has no effect without --log"),
+            (ON_H100 | {"traces": Traces(skew_ms=5.0)}, "--skew-ms: has no effect without --trace"),
+            (ON_H100 | {"traces": Traces(merged=True)}, "--merged: has no effect without --trace"),
+            (ON_H100 | {"conditions": Conditions(seed=3)}, "--seed: has no effect without --jitter"),
+            (ON_H100 | {"conditions": Conditions(seed=-1, jitter=0.1)}, "--seed -1: must be at least 0"),
         ],
     )
     def test_before_anything_is_written(
         self, options: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         page = tmp_path / "page.html"
-        assert simulate(DEMO, **options, html=page) == 2
+        assert simulate(DEMO, **options, drawings=Drawings(html=page)) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
         assert message in captured.err
         assert not list(tmp_path.iterdir())
 
     def test_traces_of_ranks_that_are_not_there(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert simulate(DEMO, **ON_H100, trace=tmp_path / "t", trace_ranks="0-99") == 2
+        assert simulate(DEMO, **ON_H100, traces=Traces(trace=tmp_path / "t", trace_ranks="0-99")) == 2
         assert "--trace-ranks 0-99" in capsys.readouterr().err
         assert not (tmp_path / "t").exists()
 
@@ -162,7 +178,8 @@ class TestLog:
         run = self.run(tmp_path / "run")
         plan = check(load(DEMO, self.OVERRIDES))
         assert plan.grid == Grid(pp=2)
-        assert simulate(DEMO, overrides=self.OVERRIDES, log=run, as_json=True, html=tmp_path / "page.html") == 0
+        drawings = Drawings(html=tmp_path / "page.html")
+        assert simulate(DEMO, overrides=self.OVERRIDES, log=run, as_json=True, drawings=drawings) == 0
         found = json.loads(printed(capsys))
         # Two forwards, one more on rank 1, then two backwards there and the last on rank 0: 2 + 2 x 2 + 2 x 4 + 4 ms.
         assert found["measured_seconds"] == pytest.approx(0.018)
@@ -214,7 +231,7 @@ class TestFigures:
         assert figures(only=("4",), out=tmp_path / "taken") == 2
         assert "taken: is a file; give a folder" in capsys.readouterr().err
 
-    def test_the_documentation_is_of_this_version(self) -> None:
+    def test_the_documentation_has_every_figure(self) -> None:
         """docs/figures.md names every figure, and its pictures are there. `fourfold figures` writes both."""
         docs = Path(__file__).parents[1] / "docs"
         text = (docs / "figures.md").read_text(encoding="utf-8")

@@ -21,7 +21,9 @@ from fourfold.layout import Action, compile_program, generate
 from fourfold.layout.actions import COMPUTE, Kind
 from fourfold.report.drawing import KINDS, Boxes, HeatMap, Memory, Page, Split, Table, Timeline
 from fourfold.report.page import page_html, write_page
+from fourfold.report.page.data import heat_scale
 from fourfold.report.page.words import quantity
+from fourfold.report.palette import IDLE, colour
 
 PP, V, MICRO_BATCHES = 16, 8, 32
 EVIL = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'> \"' & \u2028"
@@ -211,6 +213,72 @@ def test_numbers_of_a_table_are_aligned_right() -> None:
     ]
 
 
+def test_bad_values_stand_out_and_only_few_findings_come_first() -> None:
+    summary = (("step time", "3.1 s"), ("peak memory", "90 GiB"))
+    html = page_html(replace(page(), summary=summary, warnings=("peak memory",), findings=tuple("abcde"), more=("f",)))
+    assert re.findall(r'<div class="bad"><dt>(.*?)</dt>', html) == ["peak memory"]
+    first, rest = html.split('id="timeline"')
+    assert re.findall(r"<li>(\w)</li>", first) == list("abcd")
+    assert re.findall(r"<li>(\w)</li>", rest.split('id="memory"')[0]) == list("ef")
+    assert "More findings (2)" in rest
+
+
+def test_ranks_with_the_same_peak_share_a_row() -> None:
+    times = (np.array([0.0, 1.0]),) * 3
+    small = np.array([[8.0, 8.0], [1.0, 2.0], [0.0, 0.01]]) * 2**30
+    large = small * np.array([[1.0], [2.0], [1.0]])
+    what = Memory("s", ("pp 0", "pp 1", "pp 2"), ("w", "a", "b"), times, (small, small, large), ("",) * 3, 10 * 2**30)
+    html = page_html(Page("P", (), memory=what))
+    rows = re.findall(r'<tr data-row="(\d)" data-last="(\d)">(.*?)</tr>', html, re.DOTALL)
+    cells = [(first, last, re.findall(r'<td class="number">(.*?)</td>', row)) for first, last, row in rows]
+    # 8 + 2 and 8 + 4 GiB at 1 s; b is too little for a column of its own: 0.01 GiB are 10.2 MiB.
+    assert cells == [
+        ("0", "1", ["10.0 GiB", "100.1%", "1 s", "8.00 GiB", "2.00 GiB", "10.2 MiB"]),
+        ("2", "2", ["12.0 GiB", "120.1%", "1 s", "8.00 GiB", "4.00 GiB", "10.2 MiB"]),
+    ]
+    assert "pp 0 to pp 1" in html
+
+
+def test_a_colour_means_the_same_in_every_bar() -> None:
+    splits = (
+        Split("A", "s", (("x", 1.0), ("y", 2.0), ("z", 3.0)), ("compute", "tp", "tp_wait")),
+        Split("B", "s", (("u", 1.0), ("v", 2.0)), ("tp", "compute")),
+    )
+    found = re.findall(
+        r'class="part( striped)?" title="(\w).*?background-color:(#\w+)', page_html(Page("P", (), splits=splits))
+    )
+    of = {name: (striped, shade) for striped, name, shade in found}
+    assert of["x"] == of["v"]
+    assert of["y"] == of["u"] != of["x"]
+    assert of["z"] == (" striped", of["y"][1])
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [
+        ([1.0, 2.0, 3.0], (1, 3)),
+        ([*range(1, 9), 100.0], (1, 8)),  # far above all others
+        ([-50.0, *range(1, 9)], (1, 8)),
+        ([*range(1, 9), 11.0], (1, 11)),  # not that far
+        ([2.0] * 20, (2, 2)),
+        ([2.0] * 20 + [3.0], (2, 2)),
+        ([2.0] * 20 + [2.01], (2, 2.01)),  # nobody is far from anybody
+        ([0.0] * 50 + [1.0] * 50, (0, 1)),
+        ([np.nan], (0, 0)),
+    ],
+)
+def test_few_outliers_do_not_rule_the_scale_of_a_heat_map(values: list[float], scale: tuple[float, float]) -> None:
+    assert heat_scale(np.array(values)) == pytest.approx(scale)
+
+
+def test_ordinary_ranks_are_no_outliers() -> None:
+    values = 4.49 + 0.004 * np.random.default_rng(0).standard_normal(131072)
+    values[7] = 5.6
+    low, high = heat_scale(values)
+    # Without noise of more than 6 sigma, all but the one are on the scale.
+    assert (low, high) == pytest.approx((values.min(), np.delete(values, 7).max()))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -239,8 +307,8 @@ def test_a_page_is_replaced_whole(tmp_path: Path) -> None:
     ("value", "unit", "text"),
     [
         (0.0, "s", "0 s"),
-        (12.3456, "s", "12.35 s"),
-        (0.0123456, "s", "12.35 ms"),
+        (12.3456, "s", "12.3 s"),
+        (0.0123456, "s", "12.3 ms"),
         (4.2e-6, "s", "4.2 us"),
         (44.4 * 2**30, "bytes", "44.4 GiB"),
         (21.5, "F", "21.5 F"),
@@ -322,6 +390,8 @@ def _as_at_first(request: pytest.FixtureRequest) -> Iterator[None]:
     shared = request.getfixturevalue("opened")
     shared.page.mouse.move(2, 2)
     shared.page.evaluate("scrollTo(0, 0)")
+    if shared.page.locator("#kept").count():
+        shared.page.locator("#kept button").click()
     shared.page.get_by_text("whole step", exact=True).click()
     yield
     assert shared.complaints == []
@@ -371,7 +441,7 @@ def test_hover_over_an_empty_stretch(opened: Opened) -> None:
     row, start, _ = span_of("15F0")
     opened.page.mouse.move(*opened.at(row, start / 2))
     tip = opened.tip()
-    assert tip.startswith("empty")
+    assert tip.startswith("idle")
     assert f"lasts\n{quantity(start, 's')}" in tip.replace("\n\n", "\n")
     assert "15F0" in tip
     assert "Waits for 14F0." in tip
@@ -425,10 +495,90 @@ def test_keys(opened: Opened) -> None:
     assert opened.page.locator("#tip").is_hidden()
 
 
+def test_keys_are_for_the_chart_under_the_pointer(opened: Opened) -> None:
+    opened.page.locator("#theme").focus()
+    row, start, end = span_of("37F7")
+    middle = (start + end) / 2
+    opened.page.mouse.move(*opened.at(row, middle))
+    for _ in range(6):
+        opened.page.keyboard.press("+")
+    zoomed = opened.shown("#timeline")
+    assert zoomed["to"] - zoomed["from"] == pytest.approx(0.6**6 * timeline().span)
+    assert zoomed["from"] < start < end < zoomed["to"]
+    # What the keys selected is zoomed around, too: it stays in sight with nothing under the pointer.
+    opened.page.mouse.click(*opened.at(row, middle))
+    opened.page.keyboard.press("Escape")
+    opened.page.keyboard.press("n")
+    opened.page.mouse.move(2, 2)
+    button = opened.page.locator('[data-do="in"]')
+    for _ in range(6):
+        button.click()
+    zoomed = opened.shown("#timeline")
+    assert zoomed["to"] - zoomed["from"] == pytest.approx(0.6**12 * timeline().span)
+    opened.page.locator("#timeline .plot").focus()
+    opened.page.keyboard.press("n")
+    selected = Action.parse(opened.tip().split()[0])
+    begin, until = played().span(selected)
+    zoomed = opened.shown("#timeline")
+    assert zoomed["from"] <= begin < until <= zoomed["to"]
+    opened.page.keyboard.press("Escape")
+
+
+def test_what_is_clicked_stays(opened: Opened) -> None:
+    places = []
+    for text in ("37F7", "15B0"):
+        row, start, end = span_of(text)
+        places.append(opened.at(row, (start + end) / 2))
+    opened.page.mouse.click(*places[0])
+    kept = opened.page.locator("#kept")
+    opened.page.mouse.move(*places[1])
+    assert kept.inner_text().startswith("×")
+    assert "37F7" in kept.inner_text()
+    assert opened.tip().startswith("15B0")
+    opened.page.mouse.click(*places[1])
+    assert "15B0" in kept.inner_text()
+    assert opened.page.locator("#tip").is_hidden()
+    kept.locator("button").click()
+    assert kept.count() == 0
+    opened.page.mouse.click(*places[0])
+    opened.page.mouse.click(*places[0])
+    assert kept.count() == 0
+
+
+def test_the_tip_covers_no_row_where_there_is_room(opened: Opened) -> None:
+    row, start, end = span_of("37F7")
+    opened.page.mouse.move(*opened.at(row, (start + end) / 2))
+    plot = opened.page.locator("#timeline .plot").bounding_box()
+    assert opened.page.locator("#tip").bounding_box()["y"] >= plot["y"] + plot["height"]
+
+
+def test_equal_boxes_that_are_narrower_than_pixels_look_alike(browser: Any, tmp_path: Path) -> None:
+    """Half of the time busy, in boxes of about 0.6 pixels: every pixel of the row is about half way."""
+    count = 1200
+    start, none = np.arange(count) * 1.0, np.full(count, -1)
+    zero = np.zeros(count, dtype=int)
+    boxes = Boxes(zero, zero, zero, zero, start, start + 0.5, np.full(count, 0.5), none)
+    what = Timeline("t", "s", ("pp 0",), 1, 1, boxes, span=float(count))
+    fine = Opened(browser, tmp_path / "fine.html", Page("Fine", (), timeline=what))
+    where = fine.shown("#timeline")
+    line = fine.page.evaluate(
+        """([x, y, width]) => [...document.querySelector("#timeline canvas").getContext("2d")
+            .getImageData(x, y, width, 1).data].filter((_, i) => i % 4 === 0)""",
+        [round(where["left"]) + 2, where["top"] + 4, round(where["right"] - where["left"]) - 4],
+    )
+    red = [int(shade[1:3], 16) for shade in (colour("F"), IDLE)]
+    smooth = np.convolve(line, np.full(8, 1 / 8), "valid")
+    share = (red[1] - smooth) / (red[1] - red[0])
+    assert share.min() > 0.3
+    assert share.max() < 0.75
+    fine.context.close()
+
+
 def test_a_row_that_is_clicked_shows_its_memory(opened: Opened) -> None:
     opened.page.mouse.click(*opened.at(11, 1.0))
     assert opened.page.locator("#peak").inner_text() == "11 has its reason"
     assert opened.page.locator("#rank").input_value() == "11"
+    opened.page.locator("summary", has_text="Peaks of all ranks").click()
     assert opened.page.locator("#peaks tr.chosen button").inner_text() == "pp 11"
     opened.page.locator("#peaks button", has_text="pp 3").click()
     assert opened.page.locator("#peak").inner_text() == "3 has its reason"
@@ -536,6 +686,34 @@ def test_heat_maps_of_many_ranks(browser: Any, tmp_path: Path, shape: tuple[int,
     assert many.tip().startswith(f"rank {shape[3] * (1 if shape[2] > 1 else shape[1])}")
     assert many.complaints == []
     many.context.close()
+
+
+def test_paper_shows_every_row_and_all_that_is_folded(browser: Any, tmp_path: Path) -> None:
+    rows = np.arange(128)
+    none = np.full(128, -1)
+    boxes = Boxes(
+        rows, np.zeros(128, dtype=int), rows, np.zeros(128, dtype=int), rows * 0.1, rows * 0.1 + 20, rows, none
+    )
+    labels = tuple(f"rank {row}" for row in rows)
+    what = Page("Paper", (), timeline=Timeline("t", "s", labels, 1, 128, boxes), more=("Folded.",))
+    paper = Opened(browser, tmp_path / "paper.html", what)
+    plot = paper.page.locator("#timeline .plot")
+    screen = plot.bounding_box()["height"]
+    paper.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    top, pitch = paper.shown("#timeline")["top"], paper.shown("#timeline")["pitch"]
+    assert plot.bounding_box()["height"] == top + 128 * pitch > screen
+    assert paper.page.get_by_text("Folded.").is_visible()
+    paper.page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert plot.bounding_box()["height"] == screen
+    assert paper.page.get_by_text("Folded.").is_hidden()
+    paper.context.close()
+
+
+def test_a_long_name_does_not_widen_the_page(browser: Any, tmp_path: Path) -> None:
+    name = "n" * 300
+    long = Opened(browser, tmp_path / "long.html", Page(name, ((name, name),), (name,), notes=(name,)))
+    assert long.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    long.context.close()
 
 
 def test_nothing_that_a_name_says_is_run(browser: Any, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_findings_of_figure_2_by_hand() -> None:
     )
     # Counted in FIGURE_2: 2 dots before the first B in each row, none up to the last F, then 4.
     assert page.findings[1].startswith("Of all idle time, 33% is before a rank's first backward")
-    assert "; 0% is between that and its last forward; 67% comes after" in page.findings[1]
+    assert "0% between that and its last forward (steady state), and 67% after both" in page.findings[1]
     assert page.findings[2] == (
         "The longest idle stretch is 4 F at the end of pipeline rank 2, which has nothing left to do."
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,11 +27,13 @@ from fourfold.report.simulation import (
     simulation_text,
     simulation_timeline,
     step_split,
+    time_table,
     what_if_table,
     worst_replica,
 )
-from fourfold.report.simulation.findings import findings, slowest_rank
-from fourfold.simulator.causes import causes
+from fourfold.report.simulation.findings import Findings, findings, slowest_rank
+from fourfold.report.simulation.words import bubble_words, column, grouped
+from fourfold.simulator.causes import causes, duration
 from fourfold.simulator.critical import CriticalPath, critical_path
 from fourfold.simulator.engine import simulate
 from fourfold.simulator.faults import Faults
@@ -53,6 +57,11 @@ class Step(NamedTuple):
     @property
     def told(self) -> dict[str, Any]:
         return {"gains": self.gains, "path": self.path, "memory": self.memory}
+
+    def findings(self, *, shown: bool = False) -> Findings:
+        replica = worst_replica(self.played)
+        found = causes(self.scenario, self.played, replica=replica) if shown else None
+        return findings(self.scenario, self.played, **self.told, found=found)
 
     def page(self, **more: Any) -> drawing.Page:
         return simulation_page(self.scenario, self.played, **self.told, **more)
@@ -159,16 +168,19 @@ class TestHeatMaps:
     def test_attention_where_it_differs(self) -> None:
         schedule = generate(pp=1, num_micro_batches=1)
         layers = {kind: type(one)(1.0, 0.0, 1.0, 0.0, 0.0, 0.0) for kind, one in even_work(schedule).layer.items()}
-        step = step_of(
-            case(schedule, even_work(schedule, layer=layers), grid=Grid(cp=2, tp=2), loads=loads([[[1, 3]]]))
-        )
+        scenario = case(schedule, even_work(schedule, layer=layers), grid=Grid(cp=2, tp=2), loads=loads([[[1, 3]]]))
+        step = step_of(scenario)
+        # Computing differs by attention alone: a map of it would look the same.
         titles = [heat_map.title for heat_map in rank_heat_maps(step.scenario, step.played)]
-        assert titles[-1] == "Attention of every rank"
-        assert rank_heat_maps(step.scenario, step.played)[-1].values[0, 0].tolist() == [[2, 2], [6, 6]]
+        assert titles == ["Computing time of every rank", "Waiting time of every rank"]
         assert slowest_rank(step.scenario, step.played) == (
-            "Rank 2 (dp 0 pp 0 cp 1 tp 0) computes longest: 8 s, 1.33 times the middle rank. "
+            "Rank 2 (dp 0 pp 0 cp 1 tp 0) computes longest: 8 s, 1.33 times the median rank. "
             "Its documents have 1.50 times the mean attention."
         )
+        step = step_of(scenario.replace(faults=Faults(ranks={1: 2.0})))
+        *_, attention = rank_heat_maps(step.scenario, step.played)
+        assert attention.title == "Attention of every rank"
+        assert attention.values[0, 0].tolist() == [[2, 4], [6, 6]]
 
 
 class TestSplits:
@@ -183,59 +195,202 @@ class TestSplits:
 class TestTables:
     def test_what_would_help(self) -> None:
         table = what_if_table(slow().gains)
-        assert table.rows[0][0] == "rank 5 computed as it should"
+        assert table.rows[0][0] == "rank 5 ran at normal speed"
         assert len(table.rows) == len(slow().gains)
         assert {len(row) for row in table.rows} == {len(table.columns)}
 
     def test_pipeline_ranks(self) -> None:
         """1F1B of four ranks and six micro-batches, all even: the triangles at both ends."""
         step = step_of(case(generate(pp=4, num_micro_batches=6, kind="1f1b")))
-        table = pipeline_table(step.scenario, step.played, step.path)
-        waits = [row[1:5] for row in table.rows]
-        assert waits == [
-            ("18 s", "6 s", "0 s", "3 s"),
-            ("18 s", "5 s", "0 s", "4 s"),
-            ("18 s", "4 s", "0 s", "5 s"),
-            ("18 s", "3 s", "0 s", "6 s"),
+        table = pipeline_table(step.played, step.path)
+        assert table.columns[2:5] == ("bubble: warm-up", "steady state", "cool-down")
+        assert [row[:5] for row in table.rows] == [
+            ("0", "18.00 s", "6.00 s", "0", "3.00 s"),
+            ("1", "18.00 s", "5.00 s", "0", "4.00 s"),
+            ("2", "18.00 s", "4.00 s", "0", "5.00 s"),
+            ("3", "18.00 s", "3.00 s", "0", "6.00 s"),
         ]
+
+    def test_equal_pipeline_ranks_share_a_row(self) -> None:
+        assert [*grouped([("a", "b"), ("a", "b"), ("a", "c"), ("a", "b")])] == [
+            ("0-1", "a", "b"),
+            ("2", "a", "c"),
+            ("3", "a", "b"),
+        ]
+        step = step_of(case(generate(pp=4, num_micro_batches=4, num_frozen_stages=4)))
+        rows = pipeline_table(step.played, step.path).rows
+        assert len(rows) == len({row[1:] for row in rows}) <= 4
+
+    def test_a_column_has_one_unit(self) -> None:
+        assert column([4.461, 0.9863, 0.0, 1e-5]) == ["4.461 s", "0.986 s", "0", "<0.001 s"]
+        assert column([0.01985, 0.00023]) == ["19.85 ms", "0.23 ms"]
+        assert column([-0.5, 0.25]) == ["-500.0 ms", "250.0 ms"]
+        assert column([1234.5]) == ["1,234 s"]
+        assert column([0.0]) == ["0"]
+        assert column([]) == []
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_where_the_time_goes(self, seed: int) -> None:
+        """Both columns sum to the step, as far as their digits go."""
+        step = step_of(random_case(random.Random(seed)))
+        table = time_table(step.played, step.path)
+        size = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+        for number in (1, 3):
+            cells = [row[number] for row in table.rows if row[number] != "0" and row[number][0] != "<"]
+            whole = sum(float(cell.split()[0].replace(",", "")) * size[cell.split()[1]] for cell in cells)
+            assert whole == pytest.approx(step.played.step_seconds, rel=0.01)
 
 
 class TestFindings:
-    def test_a_slow_rank(self) -> None:
+    def test_a_slow_rank_comes_first(self) -> None:
         step = slow()
-        said = findings(
-            step.scenario, step.played, gains=step.gains, path=step.path, found=causes(step.scenario, step.played)
+        first, more = step.findings(shown=True)
+        normal = simulate(step.scenario.replace(faults=Faults())).step_seconds
+        share = 1 - normal / step.played.step_seconds
+        assert first[0] == (
+            "Straggler: rank 5 (dp 0 pp 2 cp 0 tp 1) computes 1.5 times as long as normal. If rank 5 ran at normal "
+            f"speed, the step would take {duration(normal)}: {share:.1%} shorter."
         )
-        text = " ".join(said)
-        assert "Rank 5 (dp 0 pp 2 cp 0 tp 1) computes longest: 27 s, 1.50 times the middle rank." in text
-        assert "All that it computes takes 1.5 times as long." in text
-        assert "What would help most: if rank 5 computed as it should, the step would take" in text
-        assert "of it is on rank 5" in text
+        assert more[-2] == (
+            "Rank 5 (dp 0 pp 2 cp 0 tp 1) computes longest: 27 s, 1.50 times the median rank. "
+            "It computes 1.5 times as long as normal."
+        )
+        assert "of it is on rank 5" in more[-1]
+        assert len(first) <= 4
+
+    def test_several_slow_things(self) -> None:
+        """Rank 5's gain is the largest alone; a link and a host are slow as well."""
+        schedule = generate(pp=4, num_micro_batches=6, kind="1f1b")
+        faults = Faults(ranks={5: 1.5}, links={(0, 2): 2.0}, cpus={9: 0.25})
+        step = step_of(case(schedule, even_work(schedule, message=0.1), grid=Grid(pp=4, tp=2, dp=2), faults=faults))
+        gains = {gain.what: gain for gain in step.gains}
+        said = step.findings().first[0]
+        assert said.startswith(
+            "Stragglers: 1 rank, 1 link and 1 host are slow. If all slow ranks, links and hosts ran "
+        )
+        assert said.endswith(f"alone: if rank 5 ran at normal speed, {gains['rank 5'].share:.1%} shorter.")
+        others = [gain for gain in step.gains if gain.what in ("rank 5", "link 0-2", "cpu 9") and gain.share >= 0.01]
+        assert others
+        for gain in others:
+            assert any(text.endswith(gain.sentence) for text in step.findings().more)
+
+    @pytest.mark.parametrize(
+        ("faults", "said"),
+        [
+            (
+                Faults(links={(0, 1): 30.0}),
+                "Slow link: what goes between ranks 0 and 1 takes 30 times as long as normal.",
+            ),
+            (
+                Faults(cpus={2: 0.5}),
+                "Slow host: that of rank 2 (dp 1 pp 0 cp 0 tp 0) launches each computation 500 ms late.",
+            ),
+            (Faults(jitter=0.2), "Chance: computing times vary by 20.0%."),
+        ],
+    )
+    def test_what_else_is_slow(self, faults: Faults, said: str) -> None:
+        schedule = generate(pp=2, num_micro_batches=4)
+        step = step_of(case(schedule, even_work(schedule, message=0.1), grid=Grid(pp=2, dp=8), faults=faults))
+        gain = next(gain for gain in step.gains if gain.what in ("link 0-1", "cpu 2", "jitter"))
+        assert step.findings().first[0] == f"{said} {gain.sentence}"
+
+    def test_uneven_documents(self) -> None:
+        schedule = generate(pp=1, num_micro_batches=1)
+        layers = {kind: replace(one, attention=1.0) for kind, one in even_work(schedule).layer.items()}
+        step = step_of(
+            case(schedule, even_work(schedule, layer=layers), grid=Grid(cp=2, dp=2), loads=loads([[[1, 1]], [[1, 3]]]))
+        )
+        assert (
+            step.findings()
+            .first[0]
+            .startswith(
+                "Uneven documents: dp 1 cp 1 has 2.00 times the mean attention. If every rank had the mean attention "
+            )
+        )
+
+    def test_what_is_slow_but_in_nobodys_way_comes_later(self) -> None:
+        step = step_of(slow().scenario.replace(faults=Faults(ranks={5: 1.001})))
+        first, more = step.findings()
+        assert first[0].startswith("What would help most: if ")
+        assert more[0].startswith("Straggler: rank 5 ")
 
     def test_where_the_bubble_is(self) -> None:
         step = step_of(case(generate(pp=4, num_micro_batches=6, kind="1f1b")))
-        said = findings(step.scenario, step.played, gains=step.gains, path=step.path)
-        assert said[0] == (
-            "The step takes 27 s. The mean rank computes for 18 s of it and waits for other pipeline ranks for 9 s: "
-            "a bubble of 50.0% of computing time, 33.3% of both."
+        first, more = step.findings()
+        assert first == (
+            "Bubble, mean of all ranks: 9 s, 33.3% of the step (50.0% of forwards and backwards), of that 50% in "
+            "warm-up and 50% in cool-down. The schedule alone makes 50.0% (even stages, backward = 2 forwards, free "
+            "messages).",
         )
-        assert said[1] == (
-            "Of the bubble, 50% is before a rank's first backward, while the pipeline fills; 0% is between that and "
-            "its last forward; 50% comes after, while it drains. All pipeline ranks wait as long, 9 s."
+        assert more[:2] == (
+            "Computing, mean of all ranks: 18 s of the step's 27 s, 66.7%.",
+            "Bubble by pipeline rank, means of their replicas: all wait as long, 9 s.",
         )
+
+    @pytest.mark.parametrize("seed", range(24))
+    def test_numbers_are_those_of_the_engine(self, seed: int) -> None:
+        step = step_of(random_case(random.Random(seed)))
+        played, length = step.played, step.played.step_seconds
+        text = "\n".join(step.findings(shown=True).first)
+        dp, cp, tp = worst_replica(played)
+
+        def share(name: str) -> float:
+            return float(played.spent[name].mean()) / length
+
+        idle = sum(float(played.spent[name].mean()) for name in ("pp_wait", "end_wait"))
+        inside = sum(share(name) for name in ("compute", "attention", "tp", "tp_wait", "cp", "cp_wait")) * length
+        if played.graph.schedule.pp > 1 and idle > 1e-9 * length:
+            found = re.search(r"ranks: (.*?), (\S+)% of the step \((\S+)% of forwards", text)
+            assert found is not None
+            assert found[1] == duration(idle)
+            assert float(found[2].lstrip("<")) == pytest.approx(100 * idle / length, abs=0.11)
+            assert float(found[3].lstrip("<")) == pytest.approx(100 * idle / inside, abs=0.11)
+        shown = re.search(r"In the replica shown \(dp (\d+) cp (\d+) tp (\d+)\) it is (\S+)% of the step", text)
+        if shown is not None:
+            own = played.spent["pp_wait"][dp, :, cp, tp] + played.spent["end_wait"][dp, :, cp, tp]
+            assert tuple(map(int, shown.groups()[:3])) == (dp, cp, tp)
+            assert float(shown[4].lstrip("<")) == pytest.approx(100 * own.mean() / length, abs=0.11)
+        for words, names in (("transfers", ("tp", "cp", "dp")), ("slower peers", ("tp_wait", "cp_wait", "dp_wait"))):
+            exposed = re.search(rf"Exposed.*{words} ([^;\n]*?)[.;](?:\n|$| )", text)
+            said = {} if exposed is None else dict(part.split(" ") for part in exposed[1].split(", "))
+            for name, label in zip(names, ("TP", "CP", "FSDP"), strict=True):
+                assert (label in said) == (share(name) >= 0.0005)
+                if label in said:
+                    assert float(said[label].strip("%")) == pytest.approx(100 * share(name), abs=0.051)
+
+    def test_the_replica_shown(self) -> None:
+        """Its waits behind rank 5 are counted one by one; gaps are those of the phase that has most of the waiting."""
+        step = slow()
+        at = worst_replica(step.played)
+        found = causes(step.scenario, step.played, replica=at)
+        waits = [*found.before.values(), *found.at_end]
+        whole = sum(cause.wait for cause in waits)
+        behind = sum(cause.wait for cause in waits if cause.behind.startswith("rank 5 "))
+        text = "\n".join(step.findings(shown=True).first)
+        assert (f"; behind {behind / whole:.0%} of all its waiting: rank 5" in text) == (behind >= 0.5 * whole)
+        assert re.search(r"of it in (warm-up|steady state|cool-down): \d+ gaps, [\d.]+ m?s in the median", text)
 
     def test_without_a_pipeline(self) -> None:
         step = step_of(case(generate(pp=1, num_micro_batches=3)))
-        said = findings(step.scenario, step.played, gains=step.gains, path=step.path)
-        assert said[0].endswith("and never waits for another pipeline rank: there is no bubble.")
-        assert "none: no rank waits for another pipeline rank" in step.text()
+        assert "There is no bubble: no rank waits for another pipeline rank." in step.findings().first
+        assert bubble_words(step.played) == "none"
+        step = step_of(case(generate(pp=1, num_micro_batches=3), grid=Grid(dp=2), faults=Faults(ranks={0: 2.0})))
+        idle = step.played.bubble_seconds
+        assert [text for text in step.findings().first if text.startswith("There is one pipeline rank")] == (
+            [
+                "There is one pipeline rank, and no bubble but at the end: the mean rank waits "
+                f"{duration(idle)}, {idle / step.played.step_seconds:.1%} of the step, for the last to end."
+            ]
+            if idle
+            else []
+        )
 
     def test_the_head(self) -> None:
         schedule = generate(pp=4, num_micro_batches=8, kind="1f1b")
         ends = dict.fromkeys(COMPUTE, (0.0, 0.0, 0.0, 0.5))
         step = step_of(case(schedule, even_work(schedule, ends=ends)))
         assert slowest_rank(step.scenario, step.played) == (
-            "Pipeline rank 3 computes longest: 32 s, 1.33 times the middle rank. It has the head and the loss."
+            "Pipeline rank 3 computes longest: 32 s, 1.33 times the median rank. It has the head and the loss."
         )
 
 
@@ -250,10 +405,27 @@ class TestPage:
         assert page.timeline is not None
         assert page.memory.rows == page.timeline.rows
         assert page.notes == ("All is modelled.",)
-        assert any("peaks at" in finding for finding in page.findings)
-        assert all(finding[0].isupper() and finding.endswith(".") for finding in page.findings)
+        assert len(page.findings) == 4
+        assert page.findings[1].startswith("Memory fits: pipeline rank ")
+        assert not page.warnings
+        assert any("peaks at" in finding for finding in page.more)
+        assert all(finding[0].isupper() and finding.endswith(".") for finding in (*page.findings, *page.more))
         assert page.tables[1].columns[-1] == "peak memory"
         assert len(page_html(page)) < 1_000_000
+
+    def test_too_much_memory_is_a_warning(self) -> None:
+        step = planned()
+        assert step.memory is not None
+        page = step._replace(memory=replace(step.memory, capacity=2.0**34)).page()
+        assert page.warnings == ("peak memory",)
+        assert dict(page.summary)["peak memory"].endswith(" of 15.0 GiB usable")
+        assert page.findings[1].startswith("Memory does not fit: pipeline rank ")
+
+    def test_bars_call_the_same_the_same(self) -> None:
+        """Colours go by name: both bars have the same names for what is in both."""
+        step = slow()
+        spent, path = (dict(split.parts) for split in (step_split(step.played), path_split(step.path)))
+        assert {"computing, without attention", "exposed FSDP transfers"} <= {*spent} & {*path}
 
     @pytest.mark.parametrize("seed", range(12))
     def test_any_step_has_one(self, seed: int) -> None:
@@ -291,17 +463,22 @@ class TestText:
         assert lines[0] == "Step of llama3-8b on 16 ranks"
         assert all(line == line.rstrip() for line in lines)
         for heading in (
+            "Findings",
+            "Where the time goes: mean of all ranks, and the critical path",
             "Pipeline ranks (means of their replicas)",
-            "Communication that nothing hides, of the mean rank's step",
-            "The mean rank's step",
-            "The critical path",
             "What would help (each alone; gains do not add up)",
             "Memory of every pipeline rank at its worst moment",
         ):
             assert heading in lines
         bubble = next(line for line in lines if line.strip().startswith("bubble"))
-        assert f"{step.played.bubble_over_compute:.1%} of computing time" in bubble
-        assert f"{step.played.bubble_over_total:.1%} of both" in bubble
+        idle = float(step.played.idle.mean())
+        assert f"{duration(idle)}, {idle / step.played.step_seconds:.1%} of the step" in bubble
+        assert f"({step.played.bubble_over_compute:.1%} of forwards and backwards)" in bubble
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_fits_120_columns(self, seed: int) -> None:
+        for step in (planned(), slow(), step_of(random_case(random.Random(seed)))):
+            assert max(map(len, step.text(name="a-recipe-with-a-name", tokens=1 << 24).splitlines())) <= 120
 
     def test_prints_plainly_where_there_is_no_terminal(self) -> None:
         step, out = planned(), io.StringIO()
@@ -320,10 +497,14 @@ class TestJson:
         found = json.loads(json.dumps(step.json(name="llama3-8b", tokens=16 * 8192)))
         assert [*found] == [
             *("format", "name", "layout", "simulated", "schedule", "slow", "documents", "step_seconds"),
-            *("pipeline_seconds", "tokens_per_second", "bubble_over_compute", "bubble_over_total", "exposed", "spent"),
+            *("pipeline_seconds", "tokens_per_second", "bubble_over_compute", "bubble_over_total"),
+            *("bubble_seconds", "bubble_share_of_step", "exposed", "spent"),
             *("ranks", "slowest_rank", "critical_path", "gains", "memory", "findings"),
         ]
         assert [*found["spent"]] == [*CLASSES]
+        assert found["bubble_seconds"] == pytest.approx(found["spent"]["pp_wait"] + found["spent"]["end_wait"])
+        assert found["bubble_share_of_step"] == pytest.approx(found["bubble_seconds"] / found["step_seconds"])
+        assert found["findings"][:2] == [*step.findings().first[:2]]
         assert sum(found["spent"].values()) == pytest.approx(found["step_seconds"])
         assert sum(found["critical_path"]["by_class"].values()) == pytest.approx(found["step_seconds"])
         assert found["tokens_per_second"] == pytest.approx(16 * 8192 / found["step_seconds"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import defaultdict
+import resource
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -21,8 +22,9 @@ from fourfold.planner.machines.cluster import cluster
 from fourfold.planner.search.exact import stages_of
 from fourfold.planner.search.own import OwnLayout
 from fourfold.planner.search.problem import Problem
-from fourfold.report.trace import MOST_RANKS, parse_ranks, write_traces
+from fourfold.report.trace import MOST_RANKS, TRUTH, check_traces, parse_ranks, write_traces
 from fourfold.report.trace_groups import Sizes
+from fourfold.report.trace_step import Step
 from fourfold.simulator.engine import simulate
 from fourfold.simulator.faults import Faults
 from fourfold.simulator.graph import compile_graph
@@ -50,7 +52,7 @@ def scenario(
     free = {"tp": 0.0} if grid.tp == 1 else {}
     free |= {"cp": 0.0} if grid.cp == 1 else {}
     free |= {"dp": 2e-4} if zero == 3 else {}
-    layer = {kind: replace(one, **free) for kind, one in layer.items()}
+    layer = {kind: replace(one, **free) if kind is not Kind.WEIGHT else one for kind, one in layer.items()}
     events = 0.0 if zero == 3 or grid.dp * grid.cp == 1 else 4e-3
     work = Work(
         layers=layers,
@@ -82,6 +84,7 @@ class Trace:
             self.data = json.load(file)
         self.events = self.data["traceEvents"]
         self.spans = [self.Span(event) for event in self.events if event["ph"] == "X"]
+        self.arrows = [event for event in self.events if event["ph"] in ("s", "f")]
 
     class Span:
         def __init__(self, event: dict) -> None:
@@ -127,7 +130,7 @@ def check_format(trace: Trace) -> None:
     nest: of two that overlap, one holds the other. Viewers draw nothing sensible otherwise."""
     assert isinstance(trace.events, list)
     for event in trace.events:
-        assert event["ph"] in ("X", "M")
+        assert event["ph"] in ("X", "M", "s", "f")
         assert isinstance(event["name"], str)
         assert event["name"]
         assert type(event["pid"]) is int
@@ -135,6 +138,10 @@ def check_format(trace: Trace) -> None:
         assert event["ts"] >= 0
         if event["ph"] == "M":
             assert event["name"] in ("process_name", "process_sort_index", "thread_name")
+            continue
+        if event["ph"] != "X":
+            assert event["cat"] == event["name"] == "ac2g"
+            assert event.get("bp") == ("e" if event["ph"] == "f" else None)
             continue
         assert event["dur"] >= 0
         assert isinstance(event["args"], dict)
@@ -162,6 +169,11 @@ def check_streams(trace: Trace) -> None:
     launched = {s.args["correlation"]: s for s in trace.spans if s.category == "cuda_runtime"}
     assert sorted(launched) == sorted(kernel.args["correlation"] for kernel in trace.kernels)
     assert all(launched[kernel.args["correlation"]].start < kernel.start for kernel in trace.kernels)
+    # An arrow from each launch to its kernel, as the profiler writes them.
+    ends = {"s": launched.values(), "f": trace.kernels}
+    for phase, spans in ends.items():
+        found = [(e["id"], e["pid"], e["tid"], round(e["ts"] * 1000)) for e in trace.arrows if e["ph"] == phase]
+        assert sorted(found) == sorted((span.args["correlation"], *span.track, span.start) for span in spans)
 
 
 def check_labels(trace: Trace, what: Scenario, *, steps: int = 1) -> None:
@@ -265,6 +277,10 @@ CASES: dict[str, dict[str, Any]] = {
     "documents": {"loads": DOCUMENTS},
     "zero-bubble": {"kind": "zb-h1", "v": 1, "nmb": 4},
     "ZeRO-3": {"zero": 3},
+    "ZeRO-3 with a slow rank": {"zero": 3, "faults": Faults(ranks={5: 1.5}, cpus={11: 1e-3}, jitter=0.02)},
+    "ZeRO-3 and zero-bubble": {"zero": 3, "kind": "zb-h1", "v": 1, "faults": Faults(ranks={9: 1.3})},
+    "ZeRO-3 on a slow FSDP link": {"zero": 3, "faults": Faults(links={(0, 8): 5.0})},
+    "ZeRO-3 of one replica": {"grid": Grid(tp=2, pp=2), "zero": 3},
     "one queue": {"receives": "in-order"},
     "no pipeline": {"grid": Grid(tp=2, dp=2), "v": 1, "kind": "afab"},
     "one rank": {"grid": Grid(), "v": 1, "kind": "afab"},
@@ -317,6 +333,38 @@ def durations(trace: Trace, description: str) -> list[int]:
 
 def products(trace: Trace) -> list[int]:
     return sorted(k.lasts for k in trace.kernels if k.name.startswith("nvjet"))
+
+
+class TestMeetingsOfZero3:
+    def test_they_show_who_is_late(self, tmp_path: Path) -> None:
+        """Two replicas, one of which takes half as long again: the other waits for half of every computation."""
+        what = scenario(Grid(dp=2), v=1, nmb=2, kind="afab", layers=(1,), zero=3, faults=Faults(ranks={1: 1.5}))
+        traces = traces_of(tmp_path, what)
+        forward, backward = (
+            round(0.5e9 * (what.work.ends[kind][0] + layer.compute + layer.attention))
+            for kind, layer in ((Kind.FORWARD, FORWARD), (Kind.BACKWARD, BACKWARD))
+        )
+        waits = [0, forward, forward, backward, backward]
+        assert durations(traces[0], "mesh_fsdp") == pytest.approx(waits, abs=2)
+        assert durations(traces[1], "mesh_fsdp") == [0] * 5
+        names = [k.args["Collective name"] for k in traces[0].kernels if "mesh_fsdp" in k.args.values()]
+        assert names == ["_allgather_base"] * 4 + ["_reduce_scatter_base"]
+
+    def test_they_last_as_long_as_the_engine_lets_replicas_wait(self, tmp_path: Path) -> None:
+        what = scenario(Grid(cp=2, dp=2), v=1, nmb=4, zero=3, faults=Faults(ranks={1: 1.2}, jitter=0.05))
+        traces, waited = traces_of(tmp_path, what), simulate(what).spent["dp_wait"]
+        assert waited.max() > 1e-3
+        for rank, trace in traces.items():
+            at = what.grid.coordinates(rank)
+            shown = sum(durations(trace, "mesh_fsdp")) / 1e9
+            assert shown == pytest.approx(waited[at.dp, at.pp, at.cp, at.tp], abs=1e-7)
+
+    def test_a_gather_is_asked_for_before_its_computation(self, tmp_path: Path) -> None:
+        what = scenario(zero=3)
+        for trace in traces_of(tmp_path, what, ranks=[0, 5]).values():
+            kinds = [label.kind for label in trace.labels if label.kind in ("GATHER", "F", "B")]
+            assert kinds[::2] == ["GATHER"] * (len(kinds) // 2)
+            assert "GATHER" not in kinds[1::2]
 
 
 class TestFaults:
@@ -431,6 +479,41 @@ def test_merged_has_a_process_per_rank(tmp_path: Path) -> None:
     assert merged.data["distributedInfo"]["world_size"] == 16
 
 
+def test_arrows_of_one_trace_do_not_cross(tmp_path: Path) -> None:
+    """They are found by their number alone, whatever their process."""
+    what = scenario(Grid(tp=2, pp=2))
+    (path,) = write_traces(tmp_path, what, simulate(what), merged=True)
+    merged = Trace(path)
+    assert {*Counter(arrow["id"] for arrow in merged.arrows).values()} == {2}
+    process = {arrow["id"]: arrow["pid"] for arrow in merged.arrows if arrow["ph"] == "s"}
+    assert all(process[arrow["id"]] == arrow["pid"] for arrow in merged.arrows)
+    assert {*process.values()} == {0, 1, 2, 3}
+
+
+def test_compressed_traces_are_the_same(tmp_path: Path) -> None:
+    what = scenario(Grid(tp=2, pp=2))
+    played = simulate(what)
+    plain = write_traces(tmp_path / "plain", what, played)
+    packed, again = (write_traces(tmp_path / name, what, played, compress=True) for name in ("packed", "again"))
+    assert [path.name for path in packed] == [f"{path.name}.gz" for path in plain]
+    for one, other, more in zip(plain, packed, again, strict=True):
+        events = Trace(one).data["traceEvents"]
+        assert Trace(other).data["traceEvents"] == events
+        assert other.read_bytes() == more.read_bytes()
+
+
+def test_descriptions_of_groups_are_documented(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    section = " ".join(text.partition("## Simulated traces")[2].partition("\n## ")[0].split())
+    found = set()
+    for receives in ("asynchronous", "in-order"):
+        folder = tmp_path / receives
+        for trace in traces_of(folder, scenario(receives=receives), ranks=[0]).values():
+            found |= {group["pg_desc"] for group in trace.data["distributedInfo"]["pg_config"]}
+    assert found == {"default_pg", "undefined", "mesh_tp", "mesh_cp", "mesh_pp", "mesh_dp", "mesh_fsdp"}
+    assert all(f"`{name}`" in section for name in found)
+
+
 def test_sizes_of_messages(tmp_path: Path) -> None:
     traces = traces_of(tmp_path, scenario(), sizes=SIZES, ranks=[4])
     found = {
@@ -469,6 +552,80 @@ def test_long_groups_are_cut_as_the_profiler_cuts_them(tmp_path: Path) -> None:
     assert len(traces[39].data["distributedInfo"]["pg_config"][0]["ranks"]) == 40
 
 
+def held(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class TestWholeOrNotAtAll:
+    WHAT = scenario(Grid(tp=2, pp=2))
+    FASTER = scenario(Grid(tp=2, pp=2), layers=(1,) * 4)
+
+    def test_what_is_checked_is_what_is_written(self, tmp_path: Path) -> None:
+        several: list[dict[str, Any]] = [{}, {"merged": True}, {"ranks": [3, 1], "compress": True}]
+        for number, options in enumerate(several):
+            folder = tmp_path / f"{number}" / "deep"
+            paths = check_traces(folder, 4, **options)
+            assert [*folder.iterdir()] == []
+            assert {*write_traces(folder, self.WHAT, simulate(self.WHAT), **options)} == {*paths.values()}
+            assert {*folder.iterdir()} == {*paths.values(), folder / TRUTH}
+
+    @pytest.mark.parametrize("has_traces", [False, True])
+    def test_an_interrupt_leaves_the_folder_as_it_was(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_traces: bool
+    ) -> None:
+        write = Step.write
+
+        def interrupted(step: Step, traces: list, put) -> None:
+            if traces[0].groups.rank == 2:
+                raise KeyboardInterrupt
+            write(step, traces, put)
+
+        if has_traces:
+            write_traces(tmp_path, self.FASTER, simulate(self.FASTER))
+        before, played = held(tmp_path), simulate(self.WHAT)
+        monkeypatch.setattr(Step, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_traces(tmp_path, self.WHAT, played)
+        assert held(tmp_path) == before
+        monkeypatch.undo()
+        write_traces(tmp_path, self.WHAT, played)
+        assert len(held(tmp_path)) == 5
+        assert json.loads((tmp_path / TRUTH).read_text())["step_seconds"] == [played.step_seconds]
+
+    def test_a_full_disk_is_named_and_leaves_nothing(self, tmp_path: Path) -> None:
+        played = simulate(self.WHAT)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
+        try:
+            with pytest.raises(OSError, match="File too large") as caught:
+                write_traces(tmp_path, self.WHAT, played)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert caught.value.filename == str(tmp_path / "rank-00000.json")
+        assert held(tmp_path) == {}
+
+    def test_no_truth_of_others_beside_new_traces(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write_traces(tmp_path, self.FASTER, simulate(self.FASTER), skew_ms=5)
+        rename = Path.replace
+
+        def fails_at_one(path: Path, to: Path) -> Path:
+            if to.name == "rank-00002.json":
+                raise OSError(5, "Input/output error")
+            return rename(path, to)
+
+        monkeypatch.setattr(Path, "replace", fails_at_one)
+        with pytest.raises(OSError, match=r"Input/output error: '\S*rank-00002\.json'"):
+            write_traces(tmp_path, self.WHAT, simulate(self.WHAT))
+        assert sorted(held(tmp_path)) == [f"rank-{rank:05d}.json" for rank in range(4)]
+
+    def test_what_a_killed_run_has_left_is_no_trace(self, tmp_path: Path) -> None:
+        for name in ("rank-00000.json.partial", "rank-00099.json.gz.partial", "merged.json.partial"):
+            (tmp_path / name).write_text("half of a trace")
+        traces = traces_of(tmp_path, self.WHAT)
+        assert [*traces] == [0, 1, 2, 3]
+        assert not (tmp_path / "rank-00000.json.partial").exists()
+
+
 class TestRefused:
     def test_more_files_than_anybody_wants(self, tmp_path: Path) -> None:
         what = scenario(Grid(tp=8, dp=2048), v=1, nmb=1, kind="afab")
@@ -479,7 +636,7 @@ class TestRefused:
 
     def test_ranks_that_are_not_there(self, tmp_path: Path) -> None:
         what = scenario()
-        with pytest.raises(ValueError, match="rank 16: there are ranks 0 to 15"):
+        with pytest.raises(ValueError, match="--trace-ranks: rank 16: there are ranks 0 to 15"):
             write_traces(tmp_path, what, simulate(what), ranks=[3, 16])
 
     def test_traces_of_others_in_the_folder(self, tmp_path: Path) -> None:
@@ -500,12 +657,36 @@ class TestRefused:
             write_traces(tmp_path, scenario(), simulate(scenario(faults=Faults(ranks={1: 2.0}))))
 
     @pytest.mark.parametrize(
-        ("options", "message"), [({"steps": 0}, "steps = 0"), ({"skew_ms": -1.0}, "--skew-ms -1: must be at least 0")]
+        ("options", "message"),
+        [
+            ({"steps": 0}, "--trace-steps 0: must be at least 1"),
+            ({"gpus_per_node": 0}, "cluster.gpus_per_node: 0: must be at least 1"),
+            ({"skew_ms": -1.0}, "--skew-ms -1: must be between 0 and 3600000, an hour"),
+            ({"skew_ms": float("nan")}, "--skew-ms nan: must be"),
+            ({"skew_ms": float("inf")}, "--skew-ms inf: must be"),
+            ({"skew_ms": 3.7e6}, "--skew-ms 3.7e[+]06: must be"),
+            ({"ranks": [1, 4]}, "--trace-ranks: rank 4: there are ranks 0 to 3"),
+            ({"ranks": []}, "--trace-ranks: rank none: there are ranks 0 to 3"),
+        ],
     )
     def test_options(self, tmp_path: Path, options: dict, message: str) -> None:
-        what = scenario(Grid())
+        what = scenario(Grid(tp=2, dp=2), v=1, kind="afab")
         with pytest.raises(ValueError, match=message):
-            write_traces(tmp_path, what, simulate(what), **options)
+            check_traces(tmp_path / "new", what.grid.size, **options)
+        with pytest.raises(ValueError, match=message):
+            write_traces(tmp_path / "new", what, simulate(what), **options)
+        assert not (tmp_path / "new").exists()
+
+    def test_a_file_for_a_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(ValueError, match=r"--trace \S*/file: is a file; give a folder"):
+            check_traces(tmp_path / "file", 4)
+        with pytest.raises(ValueError, match=r"--trace \S*/file/in: this folder cannot be made: Not a directory"):
+            check_traces(tmp_path / "file" / "in", 4)
+
+    def test_one_trace_that_nobody_can_open(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="--trace: 512 ranks would be one trace that no viewer can open"):
+            check_traces(tmp_path, 512, merged=True)
 
     def test_a_schedule_without_messages(self, tmp_path: Path) -> None:
         what = scenario(Grid(pp=2))

@@ -27,21 +27,19 @@ def named(scenario: Scenario, replica: tuple[int, int, int] = (0, 0, 0)) -> tupl
 
 
 class TestByHand:
-    def test_the_pipeline_fills_and_drains(self) -> None:
+    def test_warm_up_and_cool_down(self) -> None:
         """Four ranks, 1F1B: the step is 27, rank 0 waits 6 for the first gradient and 1 for each of the last."""
         scenario = case(generate(pp=4, num_micro_batches=6, kind="1f1b"))
         sentences, found = named(scenario)
-        assert sentences["0B0"] == "waits for 1B0 of pipeline rank 1, which ends at 10.000 s; the pipeline fills"
-        assert sentences["3F0"] == "waits for 2F0 of pipeline rank 2, which ends at 3.000 s; the pipeline fills"
-        assert sentences["0B5"] == "waits for 1B5 of pipeline rank 1, which ends at 25.000 s; the pipeline drains"
+        assert sentences["0B0"] == "waits for 1B0 of pipeline rank 1, which ends at 10.000 s (warm-up)"
+        assert sentences["3F0"] == "waits for 2F0 of pipeline rank 2, which ends at 3.000 s (warm-up)"
+        assert sentences["0B5"] == "waits for 1B5 of pipeline rank 1, which ends at 25.000 s (cool-down)"
         assert [name for name in sentences if name.startswith("0")] == ["0B0", "0B3", "0B4", "0B5"]
         assert [cause.wait for cause in found.at_end] == [0, 2, 4, 6]
-        assert found.at_end[3].sentence == (
-            "waits for pipeline rank 0, which ends last, at 27.000 s; the pipeline drains"
-        )
+        assert found.at_end[3].sentence == "waits for pipeline rank 0, which ends last, at 27.000 s (cool-down)"
         waits = {str(scenario.graph.nodes[i].action): cause.wait for i, cause in found.before.items()}
         assert (waits["0B0"], waits["0B3"], waits["3F0"]) == (6, 1, 3)
-        # (pp - 1) (F + B) = 9 of each rank, as the textbook says; filling: 3 less per rank, from 2 (pp - 1) on.
+        # (pp - 1) (F + B) = 9 of each rank, as the textbook says; warm-up: 3 less per rank, from 2 (pp - 1) on.
         assert idle_by_phase(simulate(scenario)).tolist() == [[6, 5, 4, 3], [0, 0, 0, 0], [3, 4, 5, 6]]
 
     def test_a_slow_rank_is_behind_what_others_wait_for(self) -> None:
@@ -49,17 +47,25 @@ class TestByHand:
         schedule = generate(pp=4, num_micro_batches=6, kind="1f1b")
         grid = Grid(pp=4, tp=2, dp=2)
         scenario = case(schedule, even_work(schedule, message=0.1), grid=grid, faults=Faults(ranks={5: 1.5}))
-        sentences, _ = named(scenario)
-        behind = "; behind it: rank 5 computes 1.5 times as long as it should"
+        sentences, found = named(scenario, (0, 0, 1))
+        behind = "; behind it: rank 5 computes 1.5 times as long as normal"
         assert sentences["0B2"].endswith(behind)
         assert sentences["3F3"] == f"waits for 2F3 of pipeline rank 2, which ends at 15.900 s{behind}"
-        assert sentences["0B0"].endswith("; the pipeline fills")
+        assert sentences["0B0"].endswith(" (warm-up)")
+        assert found.at_end[3].sentence.endswith(
+            "(cool-down); what delays the step most: rank 5 computes 1.5 times as long as normal"
+        )
+        assert found.at_end[3].behind == ""  # it has been delayed itself
+        behind = {str(scenario.graph.nodes[i].action): cause.behind for i, cause in found.before.items()}
+        assert behind["0B2"] == "rank 5 computes 1.5 times as long as normal"
+        assert behind["0B0"] == ""
         sentences, found = named(scenario, (1, 0, 0))
         assert "rank 5" not in " ".join(sentences.values())
         assert found.at_end[0].sentence == (
             "waits for its gradients, which are reduced until 35.300 s, as those of the slowest replica (rank 0) "
-            "come 7.1 s later"
+            "come 7.1 s later; what delays the step most: rank 5 computes 1.5 times as long as normal"
         )
+        assert found.at_end[0].behind == "rank 5 computes 1.5 times as long as normal"
 
     def test_the_stage_with_the_head(self) -> None:
         schedule = generate(pp=4, num_micro_batches=8, kind="1f1b")
@@ -94,6 +100,13 @@ class TestByHand:
         assert sentences["0B0"] == "waits for its host, which launches it 250 ms late"
         assert found.at_end[0].sentence == "waits for its gradients, which are reduced until 6.5000 s"
 
+    def test_a_late_host_of_a_tp_peer(self) -> None:
+        """Rank 1 is tp 1 of the first stage: its peer computes no longer than usual, but ends as late as rank 1."""
+        schedule = generate(pp=2, num_micro_batches=6, kind="1f1b")
+        scenario = case(schedule, grid=Grid(pp=2, tp=2), faults=Faults(cpus={1: 0.5}))
+        sentences, _ = named(scenario)
+        assert sentences["1F3"].endswith("; behind it: the host of rank 1 is late")
+
     def test_documents(self) -> None:
         """CP's rank 1 has a long document in micro-batch 4: in the backward CP's rank 0 waits for it, and others do."""
         schedule = generate(pp=2, num_micro_batches=6, kind="1f1b")
@@ -109,7 +122,7 @@ class TestByHand:
     def test_one_rank_waits_for_nothing(self) -> None:
         sentences, found = named(case(generate(pp=1, v=2, num_micro_batches=3)))
         assert not sentences
-        assert found.at_end == ((0.0, ""),)
+        assert found.at_end == ((0.0, "", ""),)
 
     def test_needs_the_times_of_nodes(self) -> None:
         scenario = case(generate(pp=2, num_micro_batches=2))
@@ -129,6 +142,7 @@ def test_waits_are_what_ranks_spent(seed: int) -> None:
     for replica in ((0, 0, 0), (grid.dp - 1, grid.cp - 1, grid.tp - 1)):
         _, found = named(scenario, replica)
         dp, cp, tp = replica
+        assert idle_by_phase(played, replica).sum(axis=0) == pytest.approx(played.idle[dp, :, cp, tp])
         for pp_rank, own in enumerate(scenario.graph.on_rank):
             waits = sum(found.before[i].wait for i in own) + found.at_end[pp_rank].wait
             busy = sum(float((played.end[i] - played.start[i])[replica]) for i in own)

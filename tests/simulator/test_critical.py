@@ -11,8 +11,9 @@ import pytest
 
 from fourfold.layout import Grid, Kind, generate
 from fourfold.layout.actions import COMPUTE, SENDS
+from fourfold.simulator.costs import Modelled
 from fourfold.simulator.critical import PATH_CLASSES, CriticalPath, critical_path
-from fourfold.simulator.engine import Modelled, simulate
+from fourfold.simulator.engine import simulate
 from fourfold.simulator.faults import Faults
 from fourfold.simulator.graph import NONE
 from fourfold.simulator.scenario import Scenario
@@ -264,7 +265,8 @@ class Longest:
             "ends": case.work.ends[node.kind][node.stage] * factor,
             "tp": layer.tp * max(self.group(peer, "tp") for peer in self.grid.group_of(rank, "tp")),
             "cp": layer.cp * self.group(rank, "cp"),
-            "dp": layer.dp,
+            # FSDP's, where layers have them: all that share weights are slow together, and TP peers wait for them.
+            "dp": layer.dp * max(self.group(peer, "cp", "dp") for peer in self.grid.group_of(rank, "tp", "cp", "dp")),
         }
 
     def peers(self, at: tuple[int, int, int], axis: int) -> list[tuple[int, int, int]]:
@@ -323,7 +325,9 @@ class Longest:
                 continue
             for ahead in node.after:
                 self.edge(("end", ahead, other), ("start", i, at), rank)
-            if node.needs != NONE:
+            if node.kind is Kind.GATHER and node.needs != NONE:  # ZeRO-3: replicas meet before each computation
+                self.edge(("end", node.needs, other), ("start", i, at), rank)
+            elif node.needs != NONE:
                 layers = self.case.work.layers[self.case.graph.nodes[node.needs].stage]
                 alone = self.case.graph.nodes[node.needs].kind is Kind.WEIGHT
                 peers = [other] if alone else self.peers(other, 2)

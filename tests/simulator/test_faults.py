@@ -73,6 +73,9 @@ def test_ranks_that_are_not_there(faults: Faults, message: str) -> None:
         faults.check(GRID)
 
 
-def test_made_normal() -> None:
-    faults = Faults.parse(["rank=5:1.5", "rank=6:2", "link=4-5:3", "link=6-7:3", "cpu=5:0.02"])
-    assert faults.without(5) == Faults({6: 2.0}, {(6, 7): 3.0})
+def test_ends_of_a_pipeline_are_neighbours_where_ranks_have_several_stages() -> None:
+    """pp 4, tp 1: with one stage per rank nothing goes from the last to the first."""
+    ends = Faults(links={(0, 3): 2.0})
+    ends.check(Grid(pp=4), several_stages=True)
+    with pytest.raises(ValueError, match="--slow link=0-3: nothing goes between"):
+        ends.check(Grid(pp=4), several_stages=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from fourfold.layout import Action, Kind, Schedule, Stage, compile_program, gene
 from fourfold.layout.actions import ENDS
 from fourfold.planner.jobs import Jobs, Order, Split
 from fourfold.planner.machines.chips import GIB
-from fourfold.planner.memory.peak import PARTS
+from fourfold.planner.memory.peak import PARTS, RESERVED, SavesMemory
 from fourfold.planner.memory.walk import walk, walk_row
 from fourfold.planner.run_memory import run_live, run_memory
 from fourfold.planner.search.exact import Exact, play_exactly, schedule_of, stages_of
@@ -25,10 +25,10 @@ from fourfold.simulator.live import (
     StepMemory,
     compared,
     findings,
-    memory_of_layout,
     memory_of_run,
     step_memory,
     timeline_of,
+    verdict,
     why,
 )
 from fourfold.simulator.scenario import scenario
@@ -262,6 +262,11 @@ def figure_10(layers: int, split: Split) -> StepMemory:
     return memory_of_layout(jobs, exact_of(jobs), load_stack("meta"))
 
 
+def memory_of_layout(job: Jobs, exact: Exact, stack: SavesMemory) -> StepMemory:
+    """Of a layout as the planner played it: of many rounds the first few, which show all that there is."""
+    return step_memory(job, exact.timeline, exact.stages, stack)
+
+
 def exact_of(jobs: Jobs) -> Exact:
     return play_exactly(jobs, load_stack("meta"))
 
@@ -274,7 +279,7 @@ def test_the_peak_says_when_and_of_what() -> None:
     assert f"peaks at {peak.total / GIB:.1f} GiB in {peak.at} (backward of micro-batch " in said
     assert f"{peak.seconds:.3g} s into the step, while forwards and backwards alternate" in said
     assert f"{peak.activations / GIB:.1f} GiB of activations of 43 (micro-batch, chunk) pairs" in said
-    assert "gradients (unreduced sums of 4 of 4 chunks)" in said
+    assert "gradients (unsharded: 4 of 4 chunks)" in said
     assert "weights (4 layers)" in said
 
 
@@ -282,22 +287,39 @@ def test_why_it_is_this_rank() -> None:
     """Figure 10: before balancing the embedding makes rank 0 the fullest; with a layer less it falls below rank 1."""
     before, after = figure_10(32, Split.EVEN), figure_10(30, Split.ENDS_LIGHT)
     assert before.worst_rank == 0
-    assert "with 2 pairs in flight less and not the embedding" in compared(before, 1)
+    assert "below that, with 2 pairs in flight less, without the embedding: " in compared(before, 1)
     assert compared(after, 0).startswith("pipeline rank 0 stays 6.13 GiB below that, with 1 layer less")
     assert "the embedding" in compared(after, 0)
     assert "the head" in compared(after, 7)
     assert "GiB more of logits" in compared(after, 7)
-    first, room, *others = findings(after)
+    first, *others = findings(after)
     assert first.startswith("pipeline rank 1 peaks at 40.9 GiB")
-    assert room == "that is 52% of the 79.1 GiB that a program has on one GPU"
     assert [int(sentence.split()[2]) for sentence in others] == [0, 2, 7]
+
+
+def test_whether_it_fits() -> None:
+    """By the planner's rule: allocated bytes with the allocator's losses, and 1 GiB for CUDA and NCCL."""
+    memory = figure_10(30, Split.ENDS_LIGHT)
+    peak = memory.peaks[1]
+    assert memory.fits
+    largest = f"; the largest part is {peak.optimizer / GIB:.1f} GiB of master weights and moments"
+    needs = f"pipeline rank 1 peaks at 40.9 GiB, with the allocator's fragmentation {1.03 * peak.total / GIB:.1f} GiB"
+    assert verdict(memory) == (
+        f"fits: {needs}, {1.03 * peak.total / (78.1 * GIB):.0%} of the 78.1 GiB of usable GPU memory "
+        f"(79.1 GiB less 1.00 GiB for CUDA and NCCL){largest}"
+    )
+    tight = replace(memory, capacity=peak.reserved + 0.5 * GIB)
+    assert not tight.fits
+    assert verdict(tight).startswith(f"does not fit: {needs}, 0.50 GiB more than the 41.6 GiB of usable GPU memory (")
+    assert replace(memory, capacity=peak.reserved + RESERVED).fits
+    assert verdict(replace(memory, capacity=None)) == f"pipeline rank 1 peaks at 40.9 GiB{largest}"
 
 
 def test_all_forwards_first_peak_at_the_first_backward() -> None:
     jobs = job("8b", pp=2, v=2, sequences=6, order=Order.AFAB)
     memory = memory_of_layout(jobs, exact_of(jobs), Software())
     assert "when its first backward begins" in why(memory, 0)
-    assert "unreduced sums of 1 of 2 chunks" in why(memory, 0)
+    assert "unsharded: 1 of 2 chunks" in why(memory, 0)
     assert "12 (micro-batch, chunk) pairs" in why(memory, 0)
 
 

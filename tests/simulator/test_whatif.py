@@ -60,7 +60,7 @@ class TestByHand:
         assert gains["rank 1"].seconds == pytest.approx(12 - 9)
         assert gains["rank 0"].seconds == 0
         assert gains["all slow"].seconds == pytest.approx(12 - 6)
-        assert gains["rank 0"].sentence == "If rank 0 computed as it should, the step would take as long: 12 s."
+        assert gains["rank 0"].sentence == "If rank 0 ran at normal speed, the step would take as long: 12 s."
 
     def test_links_and_hosts(self) -> None:
         schedule = generate(pp=2, num_micro_batches=1)

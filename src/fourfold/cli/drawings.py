@@ -13,21 +13,29 @@ if TYPE_CHECKING:
 
 def check_drawings(*, html: Path | None, png: Path | None, svg: Path | None) -> None:
     """ValueError if one of the files cannot be written, before the work and before any of them is."""
-    for option, path, suffixes in (
-        ("--html", html, (".html", ".htm")),
-        ("--png", png, (".png",)),
-        ("--svg", svg, (".svg",)),
-    ):
-        if path is None:
-            continue
-        try:
-            check_target(path, suffixes)
-            if option != "--html":
-                from fourfold.report.pictures import check_picture
+    if html is not None:
+        _check("--html", html, (".html", ".htm"))
+    for option, path in (("--png", png), ("--svg", svg)):
+        if path is not None:
+            check_picture(path, (f".{option[2:]}",), option=option)
 
-                check_picture(path)
-        except ValueError as error:
-            raise ValueError(f"{option} {error}") from None
+
+def check_picture(path: Path, suffixes: tuple[str, ...] = (".png", ".svg"), *, option: str) -> None:
+    """The same of one picture that an option asks for."""
+    from fourfold.report import pictures
+
+    _check(option, path, suffixes)
+    try:
+        pictures.check_picture(path)
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from None
+
+
+def _check(option: str, path: Path, suffixes: tuple[str, ...]) -> None:
+    try:
+        check_target(path, suffixes)
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from None
 
 
 def write_drawings(page: Page, *, html: Path | None, png: Path | None, svg: Path | None) -> list[str]:

@@ -5,25 +5,110 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from fourfold.cli.drawings import check_drawings, write_drawings
+from fourfold.cli.drawings import check_drawings, check_picture, write_drawings
 from fourfold.cli.errors import USER_ERROR, fail
 
 if TYPE_CHECKING:
+    from fourfold.layout.documents import Strategy
     from fourfold.planner.machines.cluster import Cluster
+    from fourfold.planner.timing.stack import Stack
     from fourfold.recipe import RunPlan
-    from fourfold.simulator.graph import Receives
+    from fourfold.report.drawing import Page
+    from fourfold.simulator.loads import Loads
     from fourfold.simulator.played import Played
     from fourfold.simulator.scenario import Scenario
 
 Flag = Annotated[bool, Parameter(negative=())]
-Drawings = dict[str, Path | None]
-"""html, png and svg: files that were asked for."""
 Several = Annotated[tuple[str, ...], Parameter(negative=())]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """Under which the step is played.
+
+    Parameters
+    ----------
+    slow
+        rank=5:1.5 (computes 1.5 times as long), link=12-13:3 (three times as slow) or cpu=7:0.02 (launches every
+        computation 0.02 s late), each with a --slow of its own.
+    jitter
+        Relative standard deviation of every computation: 0.01 is 1 %.
+    documents
+        Lengths of the documents in a sequence, such as mean=1024,dist=exponential, lengths=32768,1024x96,
+        file=lengths.txt or tokens=FOLDER; without it a sequence is one.
+    seed
+        Of jitter, documents and clocks.
+    receives
+        How messages queue: on a line per pair of ranks, or all of a rank in one queue (docs/simulating.md).
+    all_ranks
+        Play all replicas also where they are alike.
+    """
+
+    slow: Several = ()
+    jitter: float = 0.0
+    documents: str | None = None
+    seed: int = 0
+    receives: Literal["asynchronous", "in-order", "as-posted"] = "asynchronous"
+    all_ranks: Flag = False
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Traces:
+    """Chrome traces to be written.
+
+    Parameters
+    ----------
+    trace
+        Folder for Chrome traces, which Perfetto opens: one per rank, and truth.json with what was planted.
+    trace_ranks
+        Ranks to write traces of, as in 0-7,16; default: all, if these are at most 256.
+    trace_steps
+        Steps in each trace; default: 1.
+    merged
+        One trace of all ranks.
+    gzip
+        Compress traces.
+    skew_ms
+        In traces, the clock of each host is wrong by up to so many milliseconds.
+    """
+
+    trace: Path | None = None
+    trace_ranks: str | None = None
+    trace_steps: int | None = None
+    merged: Flag = False
+    gzip: Flag = False
+    skew_ms: float | None = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Drawings:
+    """Files to be drawn.
+
+    Parameters
+    ----------
+    html
+        Write a page with the timeline, memory, heat maps of the ranks, and what would help.
+    png
+        Write the timeline with memory as a picture.
+    svg
+        Write the same as a picture that can be scaled.
+    heat_map
+        Write the computing time of every rank as a picture, .png or .svg.
+    """
+
+    html: Path | None = None
+    png: Path | None = None
+    svg: Path | None = None
+    heat_map: Path | None = None
 
 
 def simulate(
@@ -35,23 +120,12 @@ def simulate(
     ] = (),
     gpu: str | None = None,
     stack: str = "standard",
-    slow: Several = (),
-    jitter: float = 0.0,
-    documents: str | None = None,
-    seed: int = 0,
-    receives: Literal["asynchronous", "in-order", "as-posted"] = "asynchronous",
-    all_ranks: Flag = False,
+    conditions: Conditions = Conditions(),
+    drawings: Drawings = Drawings(),
+    traces: Traces = Traces(),
     compare: Flag = False,
     log: Path | None = None,
     log_step: int | None = None,
-    html: Path | None = None,
-    png: Path | None = None,
-    svg: Path | None = None,
-    trace: Path | None = None,
-    trace_ranks: str | None = None,
-    trace_steps: int = 1,
-    merged: Flag = False,
-    skew_ms: float = 0.0,
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> int:
     """Play one step of a recipe on every rank of its cluster: where the time goes, what holds it up, who needs memory.
@@ -67,76 +141,78 @@ def simulate(
     gpu
         h100, a100-80, b200 ..., or a TOML file that describes a cluster; default: cluster.gpu of the recipe.
     stack
-        Software whose speed is assumed, or a file that `fourfold calibrate` made.
-    slow
-        rank=5:1.5 (computes 1.5 times as long), link=12-13:3 (three times as slow) or cpu=7:0.02 (launches every
-        computation 0.02 s late), each with a --slow of its own.
-    jitter
-        Relative standard deviation of every computation: 0.01 is 1 %.
-    documents
-        Lengths of the documents in a sequence, such as mean=1024,dist=exponential, lengths=32768,1024x96,
-        file=lengths.txt or tokens=FOLDER; without it a sequence is one.
-    seed
-        Of jitter, documents and clocks.
-    receives
-        How messages queue: on a line per pair of ranks, or all of a rank in one queue (docs/simulating.md).
-    all_ranks
-        Play all replicas also where they are alike.
+        Software whose speed and memory are assumed, or a file that `fourfold calibrate` made.
     compare
         Play every kind of pipeline schedule on this recipe, and print them side by side.
     log
         Folder of a run with action logs: play what was measured again, beside what was measured.
     log_step
         Which step of the logs; default: the last that all ranks have.
-    html
-        Write a page with the timeline, memory, heat maps of the ranks, and what would help.
-    png
-        Write the timeline with memory as a picture.
-    svg
-        Write the same as a picture that can be scaled.
-    trace
-        Folder for Chrome traces, which Perfetto opens: one per rank, and truth.json with what was planted.
-    trace_ranks
-        Ranks to write traces of, as in 0-7,16; default: all, up to 1,024.
-    trace_steps
-        Steps in each trace.
-    merged
-        One trace of all ranks.
-    skew_ms
-        In traces, the clock of each host is wrong by up to so many milliseconds.
     as_json
         Print one JSON object instead of tables.
     """
     from fourfold.recipe import RecipeError, check, load
 
-    drawings: Drawings = {"html": html, "png": png, "svg": svg}
     try:
-        check_drawings(**drawings)
+        _check_options(conditions, drawings, traces, gpu=gpu, compare=compare, log=log, log_step=log_step)
         plan = check(load(recipe, overrides))
         if log is not None:
-            return _replay(plan, recipe, log, log_step, drawings=drawings, as_json=as_json)
-        machines = _cluster(plan, gpu)
-        if compare:
-            return _compare(plan, machines, stack, as_json=as_json)
-        scenario = _scenario(
-            plan,
-            machines,
-            stack,
-            slow=slow,
-            jitter=jitter,
-            documents=documents,
-            seed=seed,
-            receives=receives,
-            all_ranks=all_ranks,
-        )
-        traced = None
-        if trace is not None:
-            options = {"ranks": trace_ranks, "merged": merged, "skew_ms": skew_ms, "seed": seed, "steps": trace_steps}
-            traced = _traced(plan, scenario, trace, **options)
-        _show(plan, recipe, scenario, machines, stack, drawings=drawings, trace=traced, as_json=as_json)
+            play = _replayed(plan, recipe, log, log_step, drawings, as_json=as_json)
+        elif compare:
+            play = _compared(plan, _cluster(plan, gpu), stack, as_json=as_json)
+        else:
+            play = _simulated(plan, recipe, _cluster(plan, gpu), stack, conditions, drawings, traces, as_json=as_json)
     except (RecipeError, ValueError, OSError) as error:
         return fail(error, USER_ERROR)
+    try:
+        play()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        return fail(error, USER_ERROR)
     return 0
+
+
+def _check_options(
+    conditions: Conditions,
+    drawings: Drawings,
+    traces: Traces,
+    *,
+    gpu: str | None,
+    compare: bool,
+    log: Path | None,
+    log_step: int | None,
+) -> None:
+    """ValueError for files that cannot be written, and for options that would have no effect."""
+    check_drawings(html=drawings.html, png=drawings.png, svg=drawings.svg)
+    if drawings.heat_map is not None:
+        check_picture(drawings.heat_map, option="--heat-map")
+    given = {
+        name: getattr(group, name) != getattr(type(group)(), name)
+        for group in (conditions, drawings, traces)
+        for name in group.__dataclass_fields__
+    } | {"gpu": gpu is not None, "compare": compare, "log": log is not None, "log_step": log_step is not None}
+    simulated = {*Conditions.__dataclass_fields__, *Traces.__dataclass_fields__}
+    rules = [(name, "trace") for name in Traces.__dataclass_fields__ if name != "trace"] + [("log_step", "log")]
+    for name, needed in rules:
+        if given[name] and not given[needed]:
+            raise ValueError(f"{_option(name)}: has no effect without {_option(needed)}")
+    excluded = {
+        "log": {*simulated, "compare", "gpu", "heat_map"},
+        "compare": {*simulated, *Drawings.__dataclass_fields__},
+    }
+    for mode, names in excluded.items():
+        for name in sorted(names):
+            if given[mode] and given[name]:
+                raise ValueError(f"{_option(name)}: has no effect with {_option(mode)}; leave one of them out")
+    if given["seed"] and not (conditions.jitter or conditions.documents or given["skew_ms"]):
+        raise ValueError("--seed: has no effect without --jitter, --documents or --skew-ms")
+    if conditions.seed < 0:
+        raise ValueError(f"--seed {conditions.seed}: must be at least 0; nearest legal: 0")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _cluster(plan: RunPlan, gpu: str | None) -> Cluster:
@@ -155,145 +231,156 @@ def _cluster(plan: RunPlan, gpu: str | None) -> Cluster:
     return machines
 
 
-def _scenario(
-    plan: RunPlan,
-    machines: Cluster,
-    stack: str,
-    *,
-    slow: tuple[str, ...],
-    jitter: float,
-    documents: str | None,
-    seed: int,
-    receives: Receives,
-    all_ranks: bool,
-) -> Scenario:
-    from fourfold.planner.timing.stack import load_stack
+def _scenario(plan: RunPlan, machines: Cluster, stack: Stack, conditions: Conditions) -> Scenario:
     from fourfold.simulator.faults import Faults
-    from fourfold.simulator.loads import loads_of, parse_mix
     from fourfold.simulator.scenario import recipe_scenario
 
-    faults = Faults.parse(slow, jitter=jitter, seed=seed)
-    faults.check(plan.grid)
-    loads = None
-    if documents is not None:
-        loads = loads_of(
-            parse_mix(documents),
-            seq_len=plan.phases[0].seq_len,
-            micro_batch=plan.recipe.pipeline.micro_batch,
-            dp=plan.grid.dp,
-            micro_batches=plan.num_micro_batches,
-            cp=plan.grid.cp,
-            strategy=plan.recipe.layout.cp_split,
-            seed=seed,
-        )
+    faults = Faults.parse(conditions.slow, jitter=conditions.jitter, seed=conditions.seed)
+    faults.check(plan.grid, several_stages=plan.schedule.v > 1)
+    loads = _loads(plan, conditions, plan.recipe.layout.cp_split) if conditions.documents is not None else None
     return recipe_scenario(
-        plan, machines, load_stack(stack), loads=loads, faults=faults, receives=receives, all_ranks=all_ranks
+        plan,
+        machines,
+        stack,
+        loads=loads,
+        faults=faults,
+        receives=conditions.receives,
+        all_ranks=conditions.all_ranks,
     )
 
 
-def _show(
+def _loads(plan: RunPlan, conditions: Conditions, strategy: Strategy) -> Loads:
+    from fourfold.simulator.loads import loads_of, parse_mix
+
+    return loads_of(
+        parse_mix(str(conditions.documents)),
+        seq_len=plan.phases[0].seq_len,
+        micro_batch=plan.recipe.pipeline.micro_batch,
+        dp=plan.grid.dp,
+        micro_batches=plan.num_micro_batches,
+        cp=plan.grid.cp,
+        strategy=strategy,
+        seed=conditions.seed,
+    )
+
+
+def _simulated(
     plan: RunPlan,
     recipe: Path,
-    scenario: Scenario,
     machines: Cluster,
-    stack: str,
-    *,
+    stack_name: str,
+    conditions: Conditions,
     drawings: Drawings,
-    trace: Callable[[Played], list[str]] | None,
+    traces: Traces,
+    *,
     as_json: bool,
-) -> None:
-    """Plays, and says and draws what came of it."""
+) -> Callable[[], None]:
+    """Checks all that was asked for. What it returns plays it, and says and draws what came of it."""
+    from fourfold.planner.timing.stack import load_stack
     from fourfold.report.simulation import print_simulation, simulation_json, simulation_page, worst_replica
     from fourfold.simulator.critical import critical_path
-    from fourfold.simulator.engine import simulate
-    from fourfold.simulator.live import memory_of_run, timeline_of
+    from fourfold.simulator.engine import simulate as simulated
+    from fourfold.simulator.live import step_memory, timeline_of
+    from fourfold.simulator.scenario import recipe_job
     from fourfold.simulator.whatif import what_if
 
-    played = simulate(scenario)
-    dp, cp, tp = worst_replica(played)
-    found = {
-        "gains": what_if(scenario, played),
-        "path": critical_path(scenario, played),
-        "memory": memory_of_run(plan, timeline_of(played, dp=dp, cp=cp, tp=tp), capacity=machines.chip.hbm_bytes),
-        "name": plan.recipe.output.name or recipe.stem,
-        "tokens": plan.phases[0].num_tokens,
-    }
-    written = trace(played) if trace is not None else []
-    if any(drawings.values()):
-        notes = (f"Costs of {machines.name} under stack {stack}; one step of the first phase of {recipe}.",)
-        page = simulation_page(scenario, played, notes=notes, **found)
-        written += write_drawings(page, **drawings)
-    if as_json:
-        print(json.dumps(simulation_json(scenario, played, **found)))
-        return
-    print_simulation(scenario, played, **found)
-    if written:
-        print(*written, sep="\n")
+    stack = load_stack(stack_name)
+    scenario = _scenario(plan, machines, stack, conditions)
+    write_traces = _traced(plan, scenario, traces, seed=conditions.seed)
+
+    def play() -> None:
+        played = simulated(scenario)
+        dp, cp, tp = worst_replica(played)
+        timeline = timeline_of(played, dp=dp, cp=cp, tp=tp)
+        found = {
+            "gains": what_if(scenario, played),
+            "path": critical_path(scenario, played),
+            "memory": step_memory(recipe_job(plan, machines, stack), timeline, plan.stages, stack),
+            "name": plan.recipe.output.name or recipe.stem,
+            "tokens": plan.phases[0].num_tokens,
+        }
+        written = write_traces(played)
+        if drawings != Drawings():
+            notes = (f"Costs of {machines.name} under stack {stack.name}; one step of the first phase of {recipe}.",)
+            page = simulation_page(scenario, played, notes=notes, **found)
+            written += _drawn(page, drawings)
+        if as_json:
+            print(json.dumps(simulation_json(scenario, played, **found)))
+            return
+        print_simulation(scenario, played, **found)
+        if written:
+            print(*written, sep="\n")
+
+    return play
 
 
-def _traced(
-    plan: RunPlan,
-    scenario: Scenario,
-    folder: Path,
-    *,
-    ranks: str | None,
-    merged: bool,
-    skew_ms: float,
-    seed: int,
-    steps: int,
-) -> Callable[[Played], list[str]]:
-    """Writes traces of what will have been played. What is asked for is checked before."""
+def _drawn(page: Page, drawings: Drawings) -> list[str]:
+    written = write_drawings(page, html=drawings.html, png=drawings.png, svg=drawings.svg)
+    if drawings.heat_map is not None and page.heat_maps:
+        from fourfold.report.pictures import write_heat_map
+
+        write_heat_map(drawings.heat_map, page.heat_maps[0])
+        written.append(f"picture: {drawings.heat_map}")
+    return written
+
+
+def _traced(plan: RunPlan, scenario: Scenario, traces: Traces, *, seed: int) -> Callable[[Played], list[str]]:
+    """Writes traces of what will have been played, if they are wanted. What is asked for is checked before."""
+    if traces.trace is None:
+        return lambda played: []
     from fourfold.planner.run_memory import job_of
-    from fourfold.report.trace import parse_ranks, write_traces
+    from fourfold.report.trace import check_traces, parse_ranks, write_traces
     from fourfold.report.trace_groups import Sizes
 
-    chosen = None if ranks is None else parse_ranks(ranks, plan.grid.size)
+    folder = traces.trace
+    options: dict[str, Any] = {
+        "ranks": None if traces.trace_ranks is None else parse_ranks(traces.trace_ranks, plan.grid.size),
+        "skew_ms": traces.skew_ms or 0.0,
+        "steps": 1 if traces.trace_steps is None else traces.trace_steps,
+        "merged": traces.merged,
+        "compress": traces.gzip,
+        "gpus_per_node": plan.recipe.cluster.gpus_per_node,
+    }
+    check_traces(folder, plan.grid.size, **options)
 
     def write(played: Played) -> list[str]:
-        files = write_traces(
-            folder,
-            scenario,
-            played,
-            ranks=chosen,
-            merged=merged,
-            skew_ms=skew_ms,
-            seed=seed,
-            steps=steps,
-            sizes=Sizes.of(job_of(plan, plan.phases[0]), plan.stages),
-            gpus_per_node=plan.recipe.cluster.gpus_per_node,
-        )
+        sizes = Sizes.of(job_of(plan, plan.phases[0]), plan.stages)
+        files = write_traces(folder, scenario, played, seed=seed, sizes=sizes, **options)
         number = f"{len(files)} files, " if len(files) > 1 else ""
         return [f"traces: {number}{files[0]}{' ...' if len(files) > 1 else ''} (Perfetto opens them)"]
 
     return write
 
 
-def _compare(plan: RunPlan, machines: Cluster, stack: str, *, as_json: bool) -> int:
-    from dataclasses import asdict
-
+def _compared(plan: RunPlan, machines: Cluster, stack: str, *, as_json: bool) -> Callable[[], None]:
     from fourfold.planner.timing.stack import load_stack
     from fourfold.report.compare import compare_text
     from fourfold.simulator.compare import compare_schedules
 
     found = compare_schedules(plan, machines, load_stack(stack))
-    print(json.dumps([asdict(one) for one in found]) if as_json else compare_text(found, machines))
-    return 0
+    text = json.dumps([asdict(one) for one in found]) if as_json else compare_text(found, machines)
+    return lambda: print(text)
 
 
-def _replay(plan: RunPlan, recipe: Path, run: Path, step: int | None, *, drawings: Drawings, as_json: bool) -> int:
+def _replayed(
+    plan: RunPlan, recipe: Path, run: Path, step: int | None, drawings: Drawings, *, as_json: bool
+) -> Callable[[], None]:
     from fourfold.report.replay import replay_json, replay_page, replay_text
     from fourfold.simulator.replay import read_action_logs
     from fourfold.simulator.replayed import replayed
 
     found = replayed(read_action_logs(run, step, num_ranks=plan.grid.size), plan.schedule, plan.grid)
-    written = write_drawings(replay_page(found, name=recipe.stem), **drawings) if any(drawings.values()) else []
-    if as_json:
-        print(json.dumps(replay_json(found)))
-        return 0
-    print(replay_text(found))
-    if written:
-        print("", *written, sep="\n")
-    return 0
+
+    def show() -> None:
+        written = _drawn(replay_page(found, name=recipe.stem), drawings) if drawings != Drawings() else []
+        if as_json:
+            print(json.dumps(replay_json(found)))
+            return
+        print(replay_text(found))
+        if written:
+            print("", *written, sep="\n")
+
+    return show
 
 
 def figures(

@@ -68,6 +68,8 @@ class Memory:
     """Bytes that one GPU has for a program."""
     quantity: str = "bytes"
     """What is alive. Anything but bytes is shown as a plain count under this name."""
+    by_chunk: bool = False
+    """The parts are a row's chunks, the first first: they have the colours of their forwards in the timeline."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Split:
     title: str
     unit: str
     parts: tuple[tuple[str, float], ...]
+    keys: tuple[str, ...] = ()
+    """Per part, what it is, as `Played.spent` names it: parts of one key have one colour, whatever they are called."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Page:
-    """All that one HTML page shows, in this order; what is None or empty is left out."""
+    """All that one HTML page shows; what is None or empty is left out."""
 
     title: str
     summary: tuple[tuple[str, str], ...]
@@ -111,12 +115,22 @@ class Page:
     """The few sentences that matter most, the most important first, at most four: they stand before the timeline."""
     timeline: Timeline | None = None
     memory: Memory | None = None
+    chunks: Memory | None = None
+    """A second view of `memory`, of the same rows: activations by chunk."""
     splits: tuple[Split, ...] = ()
     heat_maps: tuple[HeatMap, ...] = ()
     tables: tuple[Table, ...] = ()
     notes: tuple[str, ...] = field(default=())
     """What was assumed."""
+    planted: tuple[str, ...] = ()
+    """Sentences: what was made slow on purpose."""
     warnings: tuple[str, ...] = ()
     """Names of the entries of `summary` that are bad, such as a memory over the capacity."""
     more: tuple[str, ...] = ()
     """Further sentences: they are folded, after the timeline."""
+
+    @property
+    def heading(self) -> tuple[str, ...]:
+        """What a picture says of where it comes from: the title, the summary as one line, what was planted."""
+        summary = " · ".join(f"{name} {value}" for name, value in self.summary)
+        return (self.title, *([summary] if summary else []), *self.planted)

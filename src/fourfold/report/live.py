@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fourfold.planner.machines.chips import GIB
-from fourfold.planner.memory.peak import PARTS
+from fourfold.planner.memory.peak import PARTS, RESERVED
 from fourfold.planner.search.misses import BYTES_WORDS
 from fourfold.report import drawing
-from fourfold.simulator.live import StepMemory, why
+from fourfold.report.text import format_bytes
+from fourfold.simulator.causes import duration
+from fourfold.simulator.live import Curve, StepMemory, why
 
 
 def memory_of(memory: StepMemory, *, rows: Sequence[str] | None = None) -> drawing.Memory:
@@ -24,20 +25,33 @@ def memory_of(memory: StepMemory, *, rows: Sequence[str] | None = None) -> drawi
         times=tuple(curve.times for curve in curves),
         bytes=tuple(curve.bytes for curve in curves),
         peaks=tuple(why(memory, pp_rank) for pp_rank in range(len(memory.ranks))),
-        capacity=memory.capacity,
+        capacity=None if memory.capacity is None else memory.capacity - RESERVED,
     )
 
 
-def activations_of(memory: StepMemory, pp_rank: int) -> drawing.Memory:
-    """One rank's activations by virtual stage."""
-    curve = memory.activation_curve(pp_rank)
-    total, pairs = curve.bytes.sum(axis=0), int(memory.ranks[pp_rank].in_flight.max(initial=0))
-    most = float(total.max(initial=0.0))
+def activations_of(memory: StepMemory, *, rows: Sequence[str] | None = None) -> drawing.Memory:
+    """Every pipeline rank's activations by chunk, its virtual stages. `rows`: as above."""
+    num_ranks = len(memory.ranks)
+    curves = [memory.activation_curve(pp_rank) for pp_rank in range(num_ranks)]
     return drawing.Memory(
         unit="s",
-        rows=(f"pp {pp_rank}",),
-        parts=tuple(f"chunk {chunk} (stage {stage})" for chunk, stage in enumerate(memory.peaks[pp_rank].stages)),
-        times=(curve.times,),
-        bytes=(curve.bytes,),
-        peaks=(f"activations peak at {most / GIB:.2f} GiB; {pairs} (micro-batch, chunk) pairs are in flight at most",),
+        rows=tuple(rows) if rows is not None else tuple(f"pp {pp_rank}" for pp_rank in range(num_ranks)),
+        parts=tuple(f"chunk {chunk}" for chunk in range(len(curves[0].bytes))),
+        times=tuple(curve.times for curve in curves),
+        bytes=tuple(curve.bytes for curve in curves),
+        peaks=tuple(_most_held(memory, pp_rank, curve) for pp_rank, curve in enumerate(curves)),
+        by_chunk=True,
+    )
+
+
+def _most_held(memory: StepMemory, pp_rank: int, curve: Curve) -> str:
+    """How many activations a rank holds at most, when, and of which stages."""
+    total = curve.bytes.sum(axis=0)
+    if not total.any():
+        return "holds no activations"
+    at, pairs = int(total.argmax()), int(memory.ranks[pp_rank].in_flight.max())
+    largest = memory.peaks[pp_rank].stages[int(curve.bytes[:, at].argmax())]
+    return (
+        f"activations peak at {format_bytes(float(total[at]))}, {duration(float(curve.times[at]))} into the step, most "
+        f"of them of stage {largest}; {pairs} (micro-batch, chunk) pair{'' if pairs == 1 else 's'} in flight at most"
     )

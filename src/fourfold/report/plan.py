@@ -51,10 +51,10 @@ def plan_text(plan: Plan) -> str:
     return as_plain(_render(plan))
 
 
-def as_plain(what: RenderableType) -> str:
-    """Plain lines of something that rich renders."""
+def as_plain(what: RenderableType, *, width: int = PLAIN_WIDTH) -> str:
+    """Plain lines of something that rich renders, in so many characters."""
     out = io.StringIO()
-    console = Console(file=out, width=PLAIN_WIDTH, color_system=None, force_terminal=False, highlight=False)
+    console = Console(file=out, width=width, color_system=None, force_terminal=False, highlight=False)
     console.print(what)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.report import drawing
-from fourfold.report.simulation.words import CLASS_WORDS, percent
+from fourfold.report.simulation.words import CLASS_WORDS, bubble_words
 from fourfold.simulator.causes import duration
 from fourfold.simulator.graph import NONE
 from fourfold.simulator.replayed import Replayed
@@ -29,7 +29,7 @@ def replay_text(found: Replayed) -> str:
         f"  bubble     {_bubble(found)}",
         f"  messages   the mean rank waits {duration(float(waits.mean()))}, rank {most} {duration(waits[most])}",
         "",
-        "  mean rank's step",
+        "  the step, mean of all ranks",
         *(f"    {words:<36} {duration(seconds)}" for words, seconds in _in_words(found)),
     ]
     if found.normal:
@@ -45,8 +45,7 @@ def _staggered(found: Replayed) -> str:
 
 
 def _bubble(found: Replayed) -> str:
-    over_compute, over_total = percent(found.played.bubble_over_compute), percent(found.played.bubble_over_total)
-    return f"{over_compute} of computing, {over_total} of both"
+    return bubble_words(found.played)
 
 
 def _spent(found: Replayed) -> list[tuple[str, float]]:
@@ -99,7 +98,7 @@ def replay_page(found: Replayed, *, name: str) -> drawing.Page:
             if seconds > 0
         ),
         timeline=_timeline(found),
-        splits=(drawing.Split("The mean rank's step", "s", tuple(_in_words(found))),),
+        splits=(drawing.Split("The step, mean of all ranks", "s", tuple(_in_words(found))),),
         heat_maps=(
             drawing.HeatMap(
                 "Computing time of every rank, waiting inside of it included", "s", total + played.spent["compute"]

@@ -246,14 +246,14 @@ def _bubble_findings(schedule: Schedule, played: Timeline, idle: np.ndarray) -> 
         head += f" The first {schedule.num_frozen_stages} of {schedule.num_stages} stages have no backward."
     elif schedule.splits_backward:
         head += f" With whole backwards it would be {rule} of computing time."
-    elif abs(played.bubble_over_compute - formula) < 1e-9:
-        head += f" That is {rule}, the bubble of a full pipeline."
-    else:
+    elif abs(played.bubble_over_compute - formula) >= 1e-9:
         head += f" A full pipeline would have {rule}."
-    filling, steady, draining = idle.sum(axis=0) / idle.sum()
+    elif schedule.fallback is None:
+        head += f" That is {rule}, the bubble of a full pipeline."
+    warm_up, steady, cool_down = idle.sum(axis=0) / idle.sum()
     where = (
-        f"Of all idle time, {filling:.0%} is before a rank's first backward, while the pipeline fills; {steady:.0%} is "
-        f"between that and its last forward; {draining:.0%} comes after, while the pipeline drains."
+        f"Of all idle time, {warm_up:.0%} is before a rank's first backward (warm-up), {steady:.0%} between that and "
+        f"its last forward (steady state), and {cool_down:.0%} after both (cool-down)."
     )
     return [head, where]
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
+from fourfold.report.files import write_whole
 from fourfold.report.trace_events import Processes, RankTrace
 from fourfold.report.trace_groups import Groups, Sizes
 from fourfold.report.trace_step import Step, slot_of
@@ -27,6 +27,8 @@ from fourfold.simulator.scenario import Scenario
 
 MOST_RANKS = 256
 """Files that are written without being asked for by rank."""
+MOST_SKEW_MS = 3.6e6
+"""An hour. No clock is more wrong without anybody noticing."""
 TRUTH = "truth.json"
 
 _ORIGIN = 1_000_000_000  # ns: when the first step begins
@@ -68,27 +70,33 @@ def write_traces(
         The traces, by rank.
 
     Raises:
-        ValueError: more files than anybody wants, a rank that is not there, or a folder with traces of other ranks.
+        ValueError: what `check_traces` refuses, or a step that was not played for this.
+        OSError: a file cannot be written; it names the file. Those that were there are as before, and no others.
     """
-    chosen = _chosen(scenario.grid.size, ranks)
     if not played.end and played.graph.nodes:
         raise ValueError("a trace needs the start and end of every node; simulate with keep=True")
     if played.graph is not scenario.graph or played.lanes != scenario.lanes:
         raise ValueError("what was played is not this scenario")
-    for name, value in (("steps", steps), ("gpus_per_node", gpus_per_node)):
-        if value < 1:
-            raise ValueError(f"{name} = {value}: must be at least 1")
-    if skew_ms < 0:
-        raise ValueError(f"--skew-ms {skew_ms:g}: must be at least 0")
-    ending = ".json.gz" if compress else ".json"
-    names = {rank: "merged" if merged else f"rank-{rank:05d}" for rank in chosen}
-    paths = {rank: folder / f"{name}{ending}" for rank, name in names.items()}
-    _check_folder(folder, {*paths.values()})
+    paths = check_traces(
+        folder,
+        scenario.grid.size,
+        ranks=ranks,
+        merged=merged,
+        skew_ms=skew_ms,
+        steps=steps,
+        gpus_per_node=gpus_per_node,
+        compress=compress,
+    )
     hosts = -(-scenario.grid.size // gpus_per_node)
     skews = np.random.default_rng(seed).uniform(-skew_ms, skew_ms, hosts) * 1e6
     offsets = np.rint(skews).astype(int).tolist()
     writer = _Writer(scenario, paths, offsets, sizes=sizes, gpus_per_node=gpus_per_node, merged=merged)
-    seconds = writer.write(played, steps)
+    try:
+        seconds = writer.write(played, steps)
+        (folder / TRUTH).unlink(missing_ok=True)  # it would be that of other traces
+        writer.show()
+    finally:
+        writer.discard()
     truth = {
         "format": 1,
         "grid": dataclasses.asdict(scenario.grid),
@@ -97,11 +105,48 @@ def write_traces(
         "seed": seed,
         "clock_offsets_ns": offsets,
         "step_seconds": seconds,
-        "ranks": chosen,
+        "ranks": [*paths],
         "faults": _faults(scenario),
     }
-    (folder / TRUTH).write_text(json.dumps(truth, indent=1) + "\n", encoding="utf-8")
+    write_whole(folder / TRUTH, f"{json.dumps(truth, indent=1)}\n".encode())
     return tuple(dict.fromkeys(paths.values()))
+
+
+def check_traces(
+    folder: Path,
+    size: int,
+    *,
+    ranks: Sequence[int] | None = None,
+    merged: bool = False,
+    skew_ms: float = 0.0,
+    steps: int = 1,
+    gpus_per_node: int = 8,
+    compress: bool = False,
+) -> dict[int, Path]:
+    """Checks what can be wrong with traces before their step is played, and makes their folder.
+
+    Args:
+        folder, ranks, merged, skew_ms, steps, gpus_per_node, compress: as for `write_traces`.
+        size: ranks of the cluster.
+
+    Returns:
+        The file of each rank that will be written.
+
+    Raises:
+        ValueError: more files than anybody wants, a rank that is not there, a number that makes no sense, or a folder
+            that cannot be written to or holds other traces. It names the option.
+    """
+    chosen = _chosen(size, ranks, merged=merged)
+    for name, value in (("--trace-steps", steps), ("cluster.gpus_per_node:", gpus_per_node)):
+        if value < 1:
+            raise ValueError(f"{name} {value}: must be at least 1")
+    if not 0 <= skew_ms <= MOST_SKEW_MS:  # nor is it nan
+        raise ValueError(f"--skew-ms {skew_ms:g}: must be between 0 and {MOST_SKEW_MS:.0f}, an hour")
+    ending = ".json.gz" if compress else ".json"
+    names = {rank: "merged" if merged else f"rank-{rank:05d}" for rank in chosen}
+    paths = {rank: folder / f"{name}{ending}" for rank, name in names.items()}
+    _check_folder(folder, {*paths.values()})
+    return paths
 
 
 def parse_ranks(text: str, size: int) -> tuple[int, ...]:
@@ -120,27 +165,37 @@ def parse_ranks(text: str, size: int) -> tuple[int, ...]:
     return tuple(sorted(out))
 
 
-def _chosen(size: int, ranks: Sequence[int] | None) -> list[int]:
+def _chosen(size: int, ranks: Sequence[int] | None, *, merged: bool) -> list[int]:
     if ranks is None:
         if size > MOST_RANKS:
+            would = "one trace that no viewer can open" if merged else f"{size:,} traces"
             raise ValueError(
-                f"{size:,} ranks would be {size:,} traces; choose some with --trace-ranks, such as --trace-ranks 0-63 "
+                f"--trace: {size:,} ranks would be {would}; choose some with --trace-ranks, such as --trace-ranks 0-63 "
                 f"(all that there are with --trace-ranks 0-{size - 1})"
             )
         return [*range(size)]
     wrong = [rank for rank in ranks if not 0 <= rank < size]
     if wrong or not ranks:
-        raise ValueError(f"rank {wrong[0] if wrong else 'none'}: there are ranks 0 to {size - 1}")
+        raise ValueError(f"--trace-ranks: rank {wrong[0] if wrong else 'none'}: there are ranks 0 to {size - 1}")
     return sorted({*ranks})
 
 
 def _check_folder(folder: Path, paths: set[Path]) -> None:
     """Makes the folder. Traces of other ranks in it would be read as part of these."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found = [path for pattern in ("rank-*.json*", "merged.json*") for path in folder.glob(pattern)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ValueError(f"--trace {folder}: is a file; give a folder") from None
+    except OSError as error:
+        raise ValueError(f"--trace {folder}: this folder cannot be made: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"--trace {folder}: this folder cannot be written to")
+    found = [
+        path for pattern in ("rank-*.json", "merged.json") for end in ("", ".gz") for path in folder.glob(pattern + end)
+    ]
     others = sorted(path.name for path in found if path not in paths)
     if others:
-        raise ValueError(f"{folder}: there are other traces in it, such as {others[0]}; choose an empty folder")
+        raise ValueError(f"--trace {folder}: there are other traces in it, such as {others[0]}; choose an empty folder")
 
 
 def _faults(scenario: Scenario) -> dict[str, object]:
@@ -156,7 +211,7 @@ def _faults(scenario: Scenario) -> dict[str, object]:
 
 
 class _Writer:
-    """Writes the files piece by piece: a step of a few ranks at a time."""
+    """Writes the files piece by piece, a step of a few ranks at a time, under other names until all are whole."""
 
     def __init__(
         self,
@@ -172,7 +227,6 @@ class _Writer:
         self.slot = slot_of(scenario)
         self.begins = _ORIGIN + max(map(abs, offsets))
         self._opened: set[Path] = set()
-        self._headed: set[Path] = set()
         self._begun: set[int] = set()
         world = tuple(range(scenario.grid.size))
         one_channel = scenario.graph.receives != "asynchronous"
@@ -202,11 +256,22 @@ class _Writer:
                 self._write_step(step, some)
             seconds.append(played.step_seconds)
             begins += round(played.step_seconds * 1e9)
-        for path in dict.fromkeys(self.paths.values()):
-            with self._open(path) as file:
-                file.write(b"\n]}\n")
-            _partial(path).replace(path)
+        for path in self._opened:
+            self._append(path, "\n]}\n")
         return seconds
+
+    def show(self) -> None:
+        """Gives the files their names."""
+        for path in sorted(self._opened):
+            try:
+                _partial(path).replace(path)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from None
+
+    def discard(self) -> None:
+        """Removes what has not got its name."""
+        for path in self._opened:
+            _partial(path).unlink(missing_ok=True)
 
     def _varied(self, number: int) -> Scenario:
         """The scenario of a later step."""
@@ -221,43 +286,38 @@ class _Writer:
             yield from (some[i : i + _TOGETHER] for i in range(0, len(some), _TOGETHER))
 
     def _write_step(self, step: Step, ranks: Sequence[int]) -> None:
-        with ExitStack() as stack:
-            paths = dict.fromkeys(self.paths[rank] for rank in ranks)
-            files = {path: stack.enter_context(self._open(path)) for path in paths}
-            by_rank = {rank: files[self.paths[rank]] for rank in ranks}
+        traces = [self.traces[rank] for rank in ranks]
+        for trace in traces:
+            self._begin(trace)
+        step.write(traces, self._put)
+        for trace in traces:
+            self._put(trace, 1)
 
-            def put(trace: RankTrace, least: int = _HELD) -> None:
-                if text := trace.take(least):
-                    by_rank[trace.groups.rank].write(f",\n{text}".encode())
+    def _put(self, trace: RankTrace, least: int = _HELD) -> None:
+        if text := trace.take(least):
+            self._append(self.paths[trace.groups.rank], f",\n{text}")
 
-            traces = [self.traces[rank] for rank in ranks]
-            for trace in traces:
-                self._begin(trace, by_rank[trace.groups.rank])
-            step.write(traces, put)
-            for trace in traces:
-                put(trace, 1)
-
-    def _open(self, path: Path) -> IO[bytes]:
-        """To go on writing. What gzip has compressed in pieces is one file."""
-        partial = _partial(path)
-        mode = "ab" if path in self._opened else "wb"
+    def _append(self, path: Path, text: str) -> None:
+        """What gzip has compressed in pieces is one file."""
+        data = text.encode()
+        mode = "ab" if path in self._opened else "wb"  # what an earlier run may have left is no part of this
         self._opened.add(path)
-        return gzip.open(partial, mode, compresslevel=5) if path.suffix == ".gz" else partial.open(mode)  # type: ignore[return-value]
+        try:
+            with _partial(path).open(mode) as file:
+                file.write(gzip.compress(data, 5, mtime=0) if path.suffix == ".gz" else data)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
-    def _begin(self, trace: RankTrace, file: IO[bytes]) -> None:
+    def _begin(self, trace: RankTrace) -> None:
         """What stands in a file before a rank's events, if they are its first."""
         rank = trace.groups.rank
         if rank in self._begun:
             return
         self._begun.add(rank)
         path = self.paths[rank]
-        is_first = path not in self._headed
-        if is_first:
-            self._headed.add(path)
-            file.write(self._header(rank).encode())
+        before = ",\n" if path in self._opened else self._header(rank)
         trace.metadata(self.begins)
-        between = "" if is_first else ",\n"
-        file.write(f"{between}{trace.take()}".encode())
+        self._append(path, f"{before}{trace.take()}")
 
     def _header(self, rank: int) -> str:
         """The file up to its events."""

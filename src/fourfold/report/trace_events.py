@@ -36,13 +36,14 @@ class Processes:
     cpu: int
     gpu: int
     thread: int  # of its host
+    flows: int  # the number of its first arrow from a launch to a kernel, less 1
 
     @classmethod
     def of(cls, rank: int, gpus_per_node: int, *, merged: bool) -> Processes:
         """In a file of its own as the profiler numbers them; with others in one file, one process per rank."""
         if merged:
-            return cls(rank, rank, 1)
-        return cls(_CPU_PROCESS + rank, rank % gpus_per_node, _CPU_PROCESS + rank)
+            return cls(rank, rank, 1, rank << 32)
+        return cls(_CPU_PROCESS + rank, rank % gpus_per_node, _CPU_PROCESS + rank, 0)
 
 
 class RankTrace:
@@ -200,7 +201,7 @@ class RankTrace:
     def _launch(
         self, at: int, name: str, stream: int, start: int, end: int, arguments: str, *, inside: bool = False
     ) -> None:
-        """A launch on the host and the kernel that it starts."""
+        """A launch on the host, the kernel that it starts, and an arrow from one to the other."""
         correlation = self._correlation = self._correlation + 1
         head = self._heads.get("launch")
         if head is None:
@@ -212,8 +213,17 @@ class RankTrace:
             f'{head}{begin // 1000}.{begin % 1000:03d},"dur":{lasts // 1000}.{lasts % 1000:03d},'
             f'"args":{{"External id":{correlation},"cbid":211,"correlation":{correlation}}}}}'
         )
+        self._flow('"s"', correlation, self.processes.cpu, self.processes.thread, begin)
         more = f',"External id":{correlation},"correlation":{correlation}{arguments}'
         self._gpu("kernel", name, stream, start, end, more)
+        self._flow('"f","bp":"e"', correlation, self.processes.gpu, stream, start + self.offset)
+
+    def _flow(self, phase: str, correlation: int, process: int, thread: int, at: int) -> None:
+        """One end of an arrow, which is told from others by its number alone."""
+        self._events.append(
+            f'{{"ph":{phase},"id":{self.processes.flows + correlation},"pid":{process},"tid":{thread},'
+            f'"ts":{at // 1000}.{at % 1000:03d},"cat":"ac2g","name":"ac2g"}}'
+        )
 
     def _gpu(self, category: str, name: str, stream: int, start: int, end: int, arguments: str) -> None:
         key = (name, stream)

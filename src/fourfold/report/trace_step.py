@@ -15,7 +15,7 @@ import numpy as np
 from fourfold.layout import Action, Kind
 from fourfold.layout.actions import COMPUTE, MESSAGES, RECEIVES, SENDS
 from fourfold.report.trace_events import RankTrace
-from fourfold.simulator.engine import Lanes, Modelled
+from fourfold.simulator.costs import Lanes, Modelled, latest
 from fourfold.simulator.graph import NONE
 from fourfold.simulator.played import Played
 from fourfold.simulator.scenario import Scenario
@@ -57,9 +57,11 @@ class Step:
         self.costs = Modelled(scenario)
         self.messages = _Messages(scenario, played)
         schedule = scenario.schedule
-        leading = [len([*takewhile(lambda a: a.kind not in COMPUTE, actions)]) for actions in schedule.actions]
-        gathers = [sum(a.kind is Kind.GATHER for a in actions) for actions in schedule.actions]
-        self.ahead = slot * (2 + _AHEAD + 2 * max(map(sum, zip(leading, gathers, strict=True)), default=0))
+        # All weights are asked for at the start of the step; in ZeRO-3 before each computation.
+        first = (Kind.GATHER,) if schedule.zero < 3 else ()
+        self.actions = [sorted(actions, key=lambda a: a.kind not in first) for actions in schedule.actions]
+        leading = [len([*takewhile(lambda a: a.kind not in COMPUTE, actions)]) for actions in self.actions]
+        self.ahead = slot * (2 + _AHEAD + 2 * max(leading, default=0))
 
     @property
     def mark(self) -> tuple[int, int]:
@@ -89,9 +91,10 @@ class _PipelineRank:
             np.array([getattr(where, name) if extent > 1 else 0 for where in at])
             for name, extent in zip(("dp", "cp", "tp"), (lanes.dp, lanes.cp, lanes.tp), strict=True)
         )
-        self.events = iter(
-            [i for i, node in enumerate(self.graph.nodes) if node.kind in _EVENTS and node.pp_rank == pp_rank]
-        )
+        own = [i for i, node in enumerate(self.graph.nodes) if node.pp_rank == pp_rank and node.kind not in SENDS]
+        self.events = iter([i for i in own if self.graph.nodes[i].kind in _EVENTS])
+        self.done: Lanes = np.max([self.played.end[i] for i in own], axis=0) if own else 0.0
+        self.together = latest(latest(self.done, 0), 1)  # replicas end a step together: they share the weights
         self.earliest = [step.begins - step.ahead] * len(traces)  # when the host may launch the next computation
 
     def write(self, put: Callable[[RankTrace], None]) -> None:
@@ -99,15 +102,15 @@ class _PipelineRank:
         for trace in self.traces:
             trace.host = max(trace.host, step.mark[0] + 1)
             trace.annotate_step(step.number, *step.mark)
-        actions = step.scenario.schedule.actions[self.pp_rank]
-        # All weights are asked for at the start of the step.
-        for action in sorted(actions, key=lambda action: action.kind is not Kind.GATHER):
+        actions = step.actions[self.pp_rank]
+        last = max((i for i, action in enumerate(actions) if action.kind is Kind.REDUCE), default=NONE)
+        for i, action in enumerate(actions):
             if action.kind in COMPUTE:
                 self._compute(action)
             elif action.kind in MESSAGES:
                 self._message(action)
             else:
-                self._event(action)
+                self._event(action, is_last=i == last)
             for trace in self.traces:
                 put(trace)
         self._finish()
@@ -149,32 +152,44 @@ class _PipelineRank:
         for trace, (start, end) in zip(self.traces, self._times([begin, self.step.messages.end[i]]), strict=True):
             trace.action(*action, earliest=trace.host, kernels=[("pp", pair, start, end)])
 
-    def _event(self, action: Action) -> None:
+    def _event(self, action: Action, *, is_last: bool) -> None:
         """FSDP's collectives: they begin on a rank when it is ready, and end for all together."""
-        i = next(self.events, NONE) if action.kind in _EVENTS and self.step.scenario.schedule.zero < 3 else NONE
-        if i == NONE or self.step.scenario.grid.dp * self.step.scenario.grid.cp == 1:
+        when = (
+            self._when(action, is_last=is_last) if self.step.scenario.grid.dp * self.step.scenario.grid.cp > 1 else None
+        )
+        if when is None:
             for trace in self.traces:
                 trace.action(*action, earliest=trace.host)
             return
-        node, end = self.graph.nodes[i], self.played.end
+        for trace, (start, end) in zip(self.traces, self._times(when), strict=True):
+            trace.action(*action, earliest=trace.host, kernels=[("fsdp", _EVENTS[action.kind], start, end)])
+
+    def _when(self, action: Action, *, is_last: bool) -> tuple[Lanes, Lanes] | None:
+        """Start and end of FSDP's collective for an action, if it has one of its own. `is_last`: no REDUCE follows."""
+        end = self.played.end
+        if action.kind not in _EVENTS:
+            return None
+        if self.step.scenario.schedule.zero == 3 and action.kind is Kind.REDUCE:
+            # Its time is in the layers, and replicas meet in the next GATHER; after the last, at the end of the step.
+            return (self.done, self.together) if is_last else None
+        i = next(self.events)
+        node = self.graph.nodes[i]
         ready: Lanes = end[node.after[0]] if node.after else 0.0
         if node.needs != NONE:
-            made = self.graph.nodes[node.needs]
-            layer = self.step.costs.computation(made, self.played.start[node.needs]).layer
-            left = max(self.step.costs.layers(made.stage) - 1, 0) * layer
+            left: Lanes = 0.0
+            if action.kind is Kind.REDUCE:
+                made = self.graph.nodes[node.needs]
+                layer = self.step.costs.computation(made, self.played.start[node.needs]).layer
+                left = max(self.step.costs.layers(made.stage) - 1, 0) * layer
             ready = np.maximum(ready, end[node.needs] - left)
-        ready = np.minimum(ready, self.played.start[i])
-        for trace, (start, finish) in zip(self.traces, self._times([ready, end[i]]), strict=True):
-            trace.action(*action, earliest=trace.host, kernels=[("fsdp", _EVENTS[action.kind], start, finish)])
+        return np.minimum(ready, self.played.start[i]), end[i]
 
     def _finish(self) -> None:
         """The end of the step, which all ranks share."""
         work, played = self.step.scenario.work, self.played
-        own = [i for i, node in enumerate(self.graph.nodes) if node.pp_rank == self.pp_rank and node.kind not in SENDS]
-        done: Lanes = np.max([played.end[i] for i in own], axis=0) if own else 0.0
         summed = played.pipeline_seconds + min(_NORM, work.fixed)
         for j, (trace, (start, end, stepped)) in enumerate(
-            zip(self.traces, self._times([done, summed, summed + work.optimizer]), strict=True)
+            zip(self.traces, self._times([self.together, summed, summed + work.optimizer]), strict=True)
         ):
             trace.finish_step(self.earliest[j], (start, end), (end, stepped))
 

@@ -6,24 +6,28 @@ computation to computation, until there is one whose rank was busy: that is wher
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from fourfold.layout import Kind
 from fourfold.layout.actions import COMPUTE, SENDS
-from fourfold.simulator.critical import Replica, inside
-from fourfold.simulator.engine import Modelled
+from fourfold.simulator.costs import Modelled
+from fourfold.simulator.critical import Replica, critical_path, inside
 from fourfold.simulator.graph import NONE, Graph, Node
 from fourfold.simulator.played import Played
 from fourfold.simulator.scenario import Scenario
 
-PHASES = ("fills", "is full", "drains")
-"""What the pipeline does while a rank waits: before the rank's first backward, until its last forward, after both."""
+PHASES = ("warm-up", "steady state", "cool-down")
+"""Of a pipeline rank: before its first backward, until its last forward, after both."""
+_STEADY = PHASES.index("steady state")
 
 _LONGER = 1.1  # times the usual: from here on it is said that something is slower than others
-_MUCH = 0.3  # of a wait: while the pipeline fills or drains, what is slow is named if it makes up so much
+_MUCH = 0.3  # of a wait: in warm-up, in cool-down and at the end, what is slow is named if it makes up so much
 _HOPS = 3  # from a late rank of a group to what it computed before
 _NOTHING = 1e-9  # of the step: shorter waits are rounding
 
@@ -35,6 +39,8 @@ class Cause(NamedTuple):
     """Seconds."""
     sentence: str
     """What for, as in "waits for ..."; empty if it does not wait."""
+    behind: str = ""
+    """Who or what is slow, where the sentence says so."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +62,30 @@ def causes(scenario: Scenario, played: Played, *, replica: Replica = (0, 0, 0)) 
     return _Search(scenario, played, replica).run()
 
 
-def idle_by_phase(played: Played) -> np.ndarray:
-    """float64 [phases, pp]: seconds for which the mean replica of each pipeline rank waits for other pipeline ranks, by
-    what the pipeline does meanwhile. They sum to the mean of `Played.idle`."""
-    if not played.end:
-        raise ValueError("phases need the start and end of every node; simulate with keep=True")
+def idle_by_phase(played: Played, replica: Replica | None = None) -> np.ndarray:
+    """float64 [phases, pp]: seconds for which each pipeline rank waits for others, by phase. They sum to `Played.idle`.
+
+    `replica`: of which, as (dp, cp, tp) of what was simulated; default: the mean of all.
+    """
     graph = played.graph
     out = np.zeros((len(PHASES), graph.schedule.pp))
     for pp_rank, own in enumerate(graph.on_rank):
-        for i, phase in zip(own, phases(graph, own), strict=True):
-            node = graph.nodes[i]
-            if node.needs != NONE:
-                free = played.end[node.before] if node.before != NONE else 0.0
-                out[phase, pp_rank] += float(np.maximum(played.end[node.needs] - free, 0.0).mean())
-        out[-1, pp_rank] += float(played.spent["end_wait"][:, pp_rank].mean())
+        for waits, phase in zip(gaps(played, pp_rank), phases(graph, own), strict=True):
+            out[phase, pp_rank] += float(waits.mean() if replica is None else waits[replica])
+        ends = played.spent["end_wait"][:, pp_rank]
+        out[-1, pp_rank] += float(ends.mean() if replica is None else ends[replica])
     return out
+
+
+def gaps(played: Played, pp_rank: int) -> Iterator[np.ndarray]:
+    """Before each computation of a pipeline rank: float64 [dp, cp, tp] seconds of waiting for another pipeline rank."""
+    if not played.end:
+        raise ValueError("phases need the start and end of every node; simulate with keep=True")
+    nodes = played.graph.nodes
+    for i in played.graph.on_rank[pp_rank]:
+        needs, before = nodes[i].needs, nodes[i].before
+        free = played.end[before] if before != NONE else np.zeros_like(played.end[i])
+        yield np.maximum(played.end[needs] - free, 0.0) if needs != NONE else np.zeros_like(free)
 
 
 def phases(graph: Graph, own: tuple[int, ...]) -> list[int]:
@@ -91,6 +106,10 @@ def duration(seconds: float) -> str:
         if abs(seconds) >= 0.9995 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} us"
+
+
+def _slow_rank(rank: int, factor: float) -> str:
+    return f"rank {rank} computes {factor:g} times as long as normal"
 
 
 class _Root(NamedTuple):
@@ -125,7 +144,7 @@ class _Search:
         return Causes(self.at, before, tuple(self._at_end(pp_rank) for pp_rank in range(self.scenario.grid.pp)))
 
     def _usual(self) -> dict[Kind, float]:
-        """Seconds of the middle stage's computation of each kind, on this replica."""
+        """Seconds of the median stage's computation of each kind, on this replica."""
         taken: dict[Kind, list[float]] = {}
         for i, node in enumerate(self.nodes):
             if node.kind in COMPUTE:
@@ -156,8 +175,10 @@ class _Search:
         if late > self.least:
             root = _Root(NONE, f"the host of rank {self._rank(node.pp_rank, self.at)} is late")
             parts.append((late, f"for its host, which launches it {duration(late)} late", root))
-        self.root[i] = max(parts, key=lambda part: part[0])[2]
-        return Cause(wait, f"waits {', then '.join(sentence for _, sentence, _ in parts)}")
+        self.root[i] = root = max(parts, key=lambda part: part[0])[2]
+        sentence = f"waits {', then '.join(sentence for _, sentence, _ in parts)}"
+        said = root.busy == NONE or root.sentence in sentence
+        return Cause(wait, sentence, root.sentence if said else "")
 
     def _for_neighbour(self, node: Node, free: float, phase: int) -> tuple[str, _Root]:
         """A wait for what another pipeline rank sends: in words, and what is behind it."""
@@ -189,20 +210,25 @@ class _Search:
         """What is behind a wait, as far as the sentence has not said it."""
         busy = self.nodes[root.busy] if root.busy != NONE else None
         excess = late if busy is None else self.end[root.busy] - self.start[root.busy] - self.usual[busy.kind]
-        full = PHASES[phase] == "is full"
-        if root.sentence and (full or excess >= _MUCH * late):
+        steady = phase == _STEADY
+        if root.sentence and (steady or excess >= _MUCH * late):
             return f"; behind it: {root.sentence}"
-        if not full:
-            return f"; the pipeline {PHASES[phase]}"
+        if not steady:
+            return f" ({PHASES[phase]})"
         if busy is not None and root.busy != producer:
             return f"; behind it: pipeline rank {busy.pp_rank} is busy with {busy.action}"
         return ""
 
     def _slow_link(self, message: Node) -> str:
         """Names the link of a message if it is slow."""
-        ranks = sorted(self._rank(pp_rank, self.at) for pp_rank in (message.pp_rank, message.receiver))
+        return self._link(message, self.at)[1]
+
+    def _link(self, message: Node, at: Replica) -> tuple[float, str]:
+        """How many times as slow the link of a message is, and its name if that is more than once."""
+        ranks = sorted(self._rank(pp_rank, at) for pp_rank in (message.pp_rank, message.receiver))
         factor = self.scenario.faults.links.get((ranks[0], ranks[1]), 1.0)
-        return f"the link of ranks {ranks[0]} and {ranks[1]} is {factor:g} times as slow" if factor > 1 else ""
+        name = f"the link of ranks {ranks[0]} and {ranks[1]} is {factor:g} times as slow"
+        return factor, name if factor > 1 else ""
 
     def _why_long(self, i: int) -> str:
         """Who makes a computation longer than others of its kind; empty if nobody does."""
@@ -221,10 +247,13 @@ class _Search:
         rank = self._rank(node.pp_rank, slowest)
         factor = scenario.faults.ranks.get(rank, 1.0)
         if factor > 1:
-            return f"rank {rank} computes {factor:g} times as long as it should"
+            return _slow_rank(rank, factor)
         usual = self.usual[node.kind]
         taken = float(self.played.end[i][at] - self.played.start[i][at])
         late = float(self.played.start[i][begun] - self.played.start[i][at])
+        host = self._rank(node.pp_rank, begun)
+        if host in scenario.faults.cpus and late >= 0.5 * (taken - usual) > 0:
+            return f"the host of rank {host} is late"
         if hops and node.before != NONE and late >= 0.5 * (taken - usual) > 0:
             return self._longer(node.before, begun, hops - 1)  # a rank of its group has come late
         if usual <= 0 or taken < _LONGER * usual:
@@ -248,13 +277,38 @@ class _Search:
         wait, parts = over - ended, []
         if wait <= self.least:
             return Cause(0.0, "")
+        slowest = self._slowest(events[-1]) if done - ended > self.least else ""
         if done - ended > self.least:
-            parts.append(f"for its gradients, which are reduced until {self._time(done)}{self._slowest(events[-1])}")
+            parts.append(f"for its gradients, which are reduced until {self._time(done)}{slowest}")
         if over - done > self.least:
             last = self._last()
-            drains = "the pipeline drains" if last != pp_rank else "another of its replicas is slower"
-            parts.append(f"for pipeline rank {last}, which ends last, at {self._time(over)}; {drains}")
-        return Cause(wait, f"waits {', then '.join(parts)}")
+            why = "; another of its replicas is slower" if last == pp_rank else f" ({PHASES[-1]})"
+            parts.append(f"for pipeline rank {last}, which ends last, at {self._time(over)}{why}")
+        text = f"waits {', then '.join(parts)}"
+        excess, slow, dp = self.fault_on_path
+        if excess < _MUCH * wait or not (slowest or over - done > self.least):
+            return Cause(wait, text)
+        # In its own replica, what is slow has delayed this rank as well, so the wait is not its doing.
+        return Cause(wait, f"{text}; what delays the step most: {slow}", slow if dp != self.at[0] else "")
+
+    @cached_property
+    def fault_on_path(self) -> tuple[float, str, int]:
+        """What is slow on purpose and lengthens the critical path most: by how many seconds, its name, its dp."""
+        faults, found = self.scenario.faults, defaultdict[tuple[str, int], float](float)
+        if not (faults.ranks or faults.links or faults.cpus):
+            return 0.0, "", NONE
+        path = critical_path(self.scenario, self.played)
+        for step in path.steps:
+            rank, dp = path.rank_of(step), step.replica[0]
+            if rank in faults.ranks:
+                own = step.seconds.get("compute", 0.0) + step.seconds.get("attention", 0.0)
+                found[_slow_rank(rank, faults.ranks[rank]), dp] += own * (1 - 1 / faults.ranks[rank])
+            if rank in faults.cpus:
+                found[f"the host of rank {rank} is late", dp] += step.seconds.get("host", 0.0)
+            if "pp" in step.seconds:
+                factor, link = self._link(self.nodes[step.node], step.replica)
+                found[link, dp] += step.seconds["pp"] * (1 - 1 / factor)
+        return max(((seconds, *of) for of, seconds in found.items() if of[0]), default=(0.0, "", NONE))
 
     def _slowest(self, event: int) -> str:
         """Names the rank that a reduction waits for, if it is another replica's."""

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from fourfold.planner.run_memory import run_memory
+from fourfold.planner.memory.peak import RESERVED
+from fourfold.planner.memory.walk import walk
+from fourfold.planner.search.own import plain_schedule
 from fourfold.recipe import RecipeError, check
 from fourfold.simulator.engine import simulate
-from fourfold.simulator.scenario import recipe_scenario
+from fourfold.simulator.scenario import recipe_job, recipe_scenario
 
 if TYPE_CHECKING:
     from fourfold.planner.machines.cluster import Cluster
     from fourfold.planner.timing.stack import Stack
     from fourfold.recipe import Recipe, RunPlan
-
-ONE_STAGE = ("1f1b", "zb-h1")  # kinds with one virtual stage per rank
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,26 @@ class Compared:
     worst_rank: int | None = None
     in_flight: int | None = None
     """(micro-batch, chunk) pairs on that rank."""
+    of_recipe: bool = False
+    """Whether it is what the recipe asks for."""
+    fits: bool | None = None
+    """In the usable memory of a GPU, with what the allocator loses."""
     note: str = ""
     """Why another kind runs than was asked for."""
     refused: str | None = None
 
 
 def compare_schedules(plan: RunPlan, machines: Cluster, stack: Stack) -> tuple[Compared, ...]:
-    """All kinds, fastest first, those that the recipe cannot have last. Everything else is as the recipe says."""
-    found = [_judged(recipe, machines, stack) for recipe in _variants(plan)]
+    """All kinds, fastest first, those that the recipe cannot have last. Everything else is as the recipe says.
+
+    Memory is the planner's: that of the stack.
+    """
+    own = _judged(plan.recipe, machines, stack, of_recipe=True)
+    found = [own]
+    for recipe in _variants(plan):
+        one = _judged(recipe, machines, stack)
+        if (one.kind, one.virtual_stages, one.nc) not in {(o.kind, o.virtual_stages, o.nc) for o in found}:
+            found.append(one)
     return tuple(sorted(found, key=lambda one: (one.step_seconds is None, one.step_seconds)))
 
 
@@ -64,7 +76,7 @@ def _variants(plan: RunPlan) -> Iterator[Recipe]:
         yield replace(recipe, pipeline=pipeline)
 
 
-def _judged(recipe: Recipe, machines: Cluster, stack: Stack) -> Compared:
+def _judged(recipe: Recipe, machines: Cluster, stack: Stack, *, of_recipe: bool = False) -> Compared:
     wanted = recipe.pipeline
     try:
         plan = check(recipe)
@@ -72,9 +84,10 @@ def _judged(recipe: Recipe, machines: Cluster, stack: Stack) -> Compared:
         reason = "; ".join(map(str, error.problems))
         return Compared(wanted.schedule, wanted.virtual_stages, wanted.nc, refused=reason)
     played = simulate(recipe_scenario(plan, machines, stack), keep=False)
-    worst = max(run_memory(plan), key=lambda rank: rank.total)
+    memory = walk(recipe_job(plan, machines, stack), plan.schedule, plan.stages, None, stack)
+    worst = max(memory, key=lambda rank: rank.total)
     return Compared(
-        kind=plan.schedule.kind,
+        kind=plain_schedule(plan.schedule.kind, v=plan.schedule.v, nc=plan.schedule.nc, pp=plan.grid.pp),
         virtual_stages=plan.schedule.v,
         nc=plan.schedule.nc,
         zero=plan.zero,
@@ -84,5 +97,7 @@ def _judged(recipe: Recipe, machines: Cluster, stack: Stack) -> Compared:
         memory_bytes=worst.total,
         worst_rank=worst.pp_rank,
         in_flight=worst.in_flight,
+        of_recipe=of_recipe,
+        fits=worst.reserved <= machines.chip.hbm_bytes - RESERVED,
         note=plan.schedule.fallback or "",
     )

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.layout import Grid
+from fourfold.layout import Grid, Kind
 from fourfold.layout.actions import COMPUTE, SENDS
-from fourfold.simulator.engine import Modelled, Pieces
+from fourfold.simulator.costs import Modelled, Pieces
 from fourfold.simulator.graph import NONE
 from fourfold.simulator.played import Played
 from fourfold.simulator.scenario import Scenario
@@ -194,12 +194,11 @@ class _Walk:
     def _collect(self, i: int, at: Replica) -> tuple[int, Replica]:
         node = self.nodes[i]
         seconds = _value(self.costs.collective(node), at)
-        if node.needs != NONE:  # the gradients of the first layer leave last, alone
-            alone = seconds / max(self.costs.layers(node.stage), 1)
+        if node.kind is Kind.REDUCE and self._end(i, at) > (self._start(i, at) + seconds) * (1 + _CLOSE):
+            # The gradients of the first layer leave last, alone, after a backward that the others' have slowed.
             latest = _latest_at(self.played.end[node.needs], at, (0, 1))
-            if self._end(node.needs, latest) + alone > (self._start(i, at) + seconds) * (1 + _CLOSE):
-                self._emit(i, at, {"dp": alone})
-                return node.needs, latest
+            self._emit(i, at, {"dp": self._end(i, at) - self._end(node.needs, latest)})
+            return node.needs, latest
         self._emit(i, at, {"dp": seconds})
         return self._joined(i, at)
 
@@ -213,7 +212,8 @@ class _Walk:
             when = self._end(line, on_line)
         if node.needs != NONE:
             pieces = self.costs.pieces(self.nodes[node.needs])
-            left = max(pieces.number - 1, 0) * layer_seconds(pieces)
+            early = pieces.number - 1 if node.kind is Kind.REDUCE else 0
+            left = max(early, 0) * layer_seconds(pieces)
             leaves = self.played.end[node.needs] - left
             latest = _latest_at(leaves, at, (0, 1))
             if float(leaves[latest]) > when:

@@ -51,8 +51,11 @@ class Faults:
             raise ValueError(f"--jitter {jitter:g}: must be at least 0 and below 1; 0.01 is 1 %")
         return cls(ranks, links, cpus, jitter, seed)
 
-    def check(self, grid: Grid) -> None:
-        """ValueError for ranks that are not there, and for links over which nothing goes."""
+    def check(self, grid: Grid, *, several_stages: bool = True) -> None:
+        """ValueError for ranks that are not there, and for links over which nothing goes.
+
+        With several stages per rank, the ends of the pipeline are neighbours, too.
+        """
         for name, ranks in (("rank", self.ranks), ("cpu", self.cpus)):
             for rank in ranks:
                 if rank >= grid.size:
@@ -62,23 +65,14 @@ class Faults:
                 raise ValueError(f"--slow link={one}-{other}: there are ranks 0 to {grid.size - 1}")
             if one == other:
                 raise ValueError(f"--slow link={one}-{other}: a link has two ends")
-            if not _shared(grid, one, other):
-                peers = sorted({*_peers(grid, one)} - {one})
+            reached = _peers(grid, one, several_stages)
+            if other not in reached:
+                peers = sorted(reached - {one})
                 near = sorted(peers, key=lambda rank: (abs(rank - other), rank))[:3]
                 hint = f"nearest that rank {one} talks to: {', '.join(map(str, sorted(near)))}" if near else ""
                 raise ValueError(
                     f"--slow link={one}-{other}: nothing goes between these two ranks; {hint}".rstrip("; ")
                 )
-
-    def without(self, rank: int) -> Self:
-        """With this rank as it should be: its computations, its host and its links."""
-        return type(self)(
-            {r: factor for r, factor in self.ranks.items() if r != rank},
-            {pair: factor for pair, factor in self.links.items() if rank not in pair},
-            {r: seconds for r, seconds in self.cpus.items() if r != rank},
-            self.jitter,
-            self.seed,
-        )
 
     def descriptions(self) -> tuple[str, ...]:
         """A sentence for each."""
@@ -114,15 +108,12 @@ def _put(known: dict[Key, float], key: Key, value: float, text: str) -> None:
     known[key] = value
 
 
-def _shared(grid: Grid, one: int, other: int) -> bool:
-    return other in _peers(grid, one)
-
-
-def _peers(grid: Grid, rank: int) -> set[int]:
+def _peers(grid: Grid, rank: int, several_stages: bool) -> set[int]:
     """Ranks to which something goes from this one: of its groups, and of the neighbouring pipeline ranks."""
     peers = {*grid.group_of(rank, "tp"), *grid.group_of(rank, "cp"), *grid.group_of(rank, "cp", "dp")}
     at = grid.coordinates(rank)
     if grid.pp > 1:
-        for step in (-1, 1):
-            peers.add(grid.rank(tp=at.tp, cp=at.cp, pp=(at.pp + step) % grid.pp, dp=at.dp))
+        for pp in (at.pp - 1, at.pp + 1):
+            if several_stages or 0 <= pp < grid.pp:
+                peers.add(grid.rank(tp=at.tp, cp=at.cp, pp=pp % grid.pp, dp=at.dp))
     return peers

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from fourfold.layout import Action, Kind, Schedule, play
+from fourfold.layout import Action, Kind, Schedule, play, validate
 from fourfold.layout.actions import COMPUTE, MESSAGES, SENDS
 
 Receives = Literal["asynchronous", "in-order", "as-posted"]
@@ -97,12 +97,14 @@ def compile_graph(schedule: Schedule, *, receives: Receives = "asynchronous", in
         in_line: see `Graph`.
 
     Raises:
-        ValueError: a deadlock, naming who waits for whom.
+        ValueError: a deadlock, naming who waits for whom; a computation whose input nobody makes.
     """
     if receives not in RECEIVES:
         raise ValueError(f"receives = {receives!r}: must be one of {', '.join(RECEIVES)}")
     if receives == "as-posted" and schedule.pp > 1 and not any(a.kind in MESSAGES for a in schedule.actions[0]):
         raise ValueError("receives = 'as-posted': the schedule has no messages; generate it with messages=True")
+    if receives == "as-posted":
+        validate(schedule)  # that each send has its receive
     unordered = _Nodes(schedule, in_line=in_line)
     unordered.queue(receives)
     return Graph(schedule, receives, unordered.sorted(), in_line)
@@ -135,7 +137,12 @@ class _Nodes:
                 self.nodes.append(Node(kind, pp_rank, stage, micro_batch, before=before))
                 before = i
                 continue
-            if self.schedule.zero == 3:  # its collectives are part of the computations
+            if self.schedule.zero == 3:
+                # Its collectives are part of the computations, but replicas meet in them: each computation begins when
+                # the last of dp x cp has come to it.
+                if kind is Kind.GATHER:
+                    gates[stage] = i
+                    self.nodes.append(Node(kind, pp_rank, stage, micro_batch, needs=before))
                 continue
             # All weights are asked for at the start of the step, in the order in which they are needed; gradients leave
             # as soon as they are whole. Both go through one queue.
@@ -149,16 +156,17 @@ class _Nodes:
     def _with_need(self, node: Node) -> Node:
         if node.kind not in COMPUTE or node.kind is Kind.WEIGHT:
             return node
-        stage, last = node.stage, self.schedule.num_stages - 1
         if node.kind is Kind.FORWARD:
-            producer = (Action(Kind.FORWARD, stage - 1, node.micro_batch),) if stage > 0 else ()
+            neighbour, kinds = node.stage - 1, (Kind.FORWARD,)
         else:
-            producer = [Action(kind, stage + 1, node.micro_batch) for kind in (Kind.BACKWARD, Kind.INPUT)]
-            producer = producer if stage < last else ()
-        for action in producer:
-            if action in self.place:
-                return node._replace(needs=self.place[action])
-        return node
+            neighbour, kinds = node.stage + 1, (Kind.BACKWARD, Kind.INPUT)
+        if not 0 <= neighbour < self.schedule.num_stages:
+            return node
+        for kind in kinds:
+            made = Action(kind, neighbour, node.micro_batch)
+            if made in self.place:
+                return node._replace(needs=self.place[made])
+        raise ValueError(f"{node.action} waits for ever: nobody runs {Action(kinds[0], neighbour, node.micro_batch)}")
 
     def _add_message(self, consumer: int) -> None:
         """Puts a message between a computation and the one that it needs, where these are on different ranks."""

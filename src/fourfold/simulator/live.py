@@ -17,18 +17,19 @@ from fourfold.layout import Kind, Stage, Timeline, compile_program
 from fourfold.layout.actions import COMPUTE
 from fourfold.planner.jobs import Column, Jobs
 from fourfold.planner.machines.chips import GIB
-from fourfold.planner.memory.peak import PARTS, SavesMemory
+from fourfold.planner.memory.peak import PARTS, RESERVED, SavesMemory
 from fourfold.planner.memory.saved import MemoryRules, load_rules
 from fourfold.planner.memory.walk import RankLive, RankMemory, StageBytes, live_bytes, peak_of, stage_bytes
 from fourfold.planner.run_memory import Trainer, held_of, job_of
 from fourfold.planner.search.misses import BYTES_WORDS
+from fourfold.simulator.causes import duration
 
 if TYPE_CHECKING:
-    from fourfold.planner.search.exact import Exact
     from fourfold.recipe import RunPlan
     from fourfold.simulator.played import Played
 
 _WORTH_SAYING = 0.02  # of a peak: parts that are less are summed up
+_ROUNDING = 1e-4  # of a peak: parts that differ by less are equal
 _GAP = 1e-12  # seconds: an action that begins so soon after the one before it follows at once
 
 
@@ -50,12 +51,17 @@ class StepMemory:
     ranks: tuple[RankLive, ...] = field(repr=False)
     peaks: tuple[RankMemory, ...]
     capacity: float | None
-    """Bytes that a program has on one GPU; None: unknown."""
+    """Of one GPU, as a program sees it: what CUDA and NCCL take is in it. None: unknown."""
 
     @property
     def worst_rank(self) -> int:
         """The pipeline rank that needs most, the first of several."""
         return max(range(len(self.peaks)), key=lambda rank: self.peaks[rank].total)
+
+    @property
+    def fits(self) -> bool:
+        """By the planner's rule: with the allocator's losses, and beside what CUDA and NCCL hold."""
+        return self.capacity is None or self.peaks[self.worst_rank].reserved <= self.capacity - RESERVED
 
     @cached_property
     def worst_action(self) -> tuple[int, ...]:
@@ -73,7 +79,7 @@ class StepMemory:
         return self._by_stage(rank, rank.keeps, rank.frees, self.held.activations)
 
     def gradient_curve(self, pp_rank: int) -> Curve:
-        """Sums of gradients that are not reduced yet, by virtual stage of the rank (ISCA'25 Figure 4)."""
+        """Unsharded gradients, not reduced yet, by virtual stage of the rank (ISCA'25 Figure 4)."""
         rank = self.ranks[pp_rank]
         return self._by_stage(rank, rank.sums, rank.reduces, self.held.sums)
 
@@ -131,15 +137,10 @@ def step_memory(
     )
 
 
-def memory_of_layout(job: Jobs, exact: Exact, stack: SavesMemory) -> StepMemory:
-    """Of a layout as the planner played it: of many rounds the first few, which show all that there is."""
-    return step_memory(job, exact.timeline, exact.stages, stack)
-
-
 def memory_of_run(plan: RunPlan, timeline: Timeline, *, phase: int = 0, capacity: float | None = None) -> StepMemory:
     """Of a recipe in one of its phases, with exactly the parameters that the trainer has.
 
-    `timeline`: the phase's schedule, played. `capacity`: bytes that a program has on one GPU.
+    `timeline`: the phase's schedule, played. `capacity`: bytes of one GPU, as a program sees it.
     """
     held = held_of(plan, plan.phases[phase])
     job = job_of(plan, plan.phases[phase]).replace(hbm_bytes=capacity or 0.0)
@@ -169,15 +170,28 @@ def timeline_of(played: Played, *, dp: int = 0, cp: int = 0, tp: int = 0) -> Tim
 
 
 def findings(memory: StepMemory) -> tuple[str, ...]:
-    """Sentences: which rank peaks, when and of what; how much room that leaves; why no other rank is fuller."""
+    """Sentences: which rank peaks, when and of what; why no other rank is fuller."""
     worst = memory.worst_rank
+    return (f"pipeline rank {worst} {why(memory, worst)}", *(compared(memory, other) for other in _others(memory)))
+
+
+def verdict(memory: StepMemory) -> str:
+    """Whether it fits, as in "fits: pipeline rank 1 peaks at ...", how much room is left, and what takes most of it."""
+    worst, capacity = memory.worst_rank, memory.capacity
     peak = memory.peaks[worst]
-    found = [f"pipeline rank {worst} {why(memory, worst)}"]
-    if memory.capacity is not None:
-        found.append(
-            f"that is {peak.total / memory.capacity:.0%} of the {_gib(memory.capacity)} that a program has on one GPU"
-        )
-    return (*found, *(compared(memory, other) for other in _others(memory)))
+    name, most = max(peak.parts.items(), key=lambda part: part[1])
+    largest = f"the largest part is {_gib(most)} of {_words(memory, worst, name)}"
+    peaks = f"pipeline rank {worst} peaks at {_gib(peak.total)}"
+    if capacity is None:
+        return f"{peaks}; {largest}"
+    usable = capacity - RESERVED
+    less = f"({_gib(capacity)} less {_gib(RESERVED)} for CUDA and NCCL)"
+    needs = f"{peaks}, with the allocator's fragmentation {_gib(peak.reserved)}"
+    if not memory.fits:
+        over = _gib(peak.reserved - usable)
+        return f"does not fit: {needs}, {over} more than the {_gib(usable)} of usable GPU memory {less}; {largest}"
+    share = f"{peak.reserved / usable:.{0 if peak.reserved > 0.1 * usable else 1}%}"
+    return f"fits: {needs}, {share} of the {_gib(usable)} of usable GPU memory {less}; {largest}"
 
 
 def why(memory: StepMemory, pp_rank: int) -> str:
@@ -187,10 +201,8 @@ def why(memory: StepMemory, pp_rank: int) -> str:
     said = [f"{_gib(size)} of {_words(memory, pp_rank, name)}" for name, size in parts if _large(size, peak)]
     rest = sum(size for _, size in parts if not _large(size, peak))
     said += [f"{_gib(rest)} of other things"] if rest > 0 else []
-    return (
-        f"peaks at {_gib(peak.total)} in {peak.at}{_in_words(memory, pp_rank)}, {peak.seconds:.3g} s into the step, "
-        f"{_phase(memory, pp_rank)}: {', '.join(said)}"
-    )
+    when = f"{peak.at}{_in_words(memory, pp_rank)}, {duration(peak.seconds)} into the step, {_phase(memory, pp_rank)}"
+    return f"peaks at {_gib(peak.total)} in {when}: {', '.join(said)}"
 
 
 def compared(memory: StepMemory, other: int) -> str:
@@ -201,13 +213,13 @@ def compared(memory: StepMemory, other: int) -> str:
     bytes_less = [
         (size - low.parts[name], BYTES_WORDS[name])
         for name, size in high.parts.items()
-        if abs(size - low.parts[name]) > max(_WORTH_SAYING * abs(less), 0.005 * GIB)
+        if abs(size - low.parts[name]) > max(_WORTH_SAYING * abs(less), _ROUNDING * high.total)
     ]
     sizes = [f"{_gib(abs(size))} {'less' if size > 0 else 'more'} of {name}" for size, name in sorted(bytes_less)[::-1]]
     if not sizes:
         return f"pipeline rank {other} holds as much"
     owns = _owns(memory, other)
-    return f"pipeline rank {other} stays {_gib(less)} below that{f', with {owns}' if owns else ''}: {', '.join(sizes)}"
+    return f"pipeline rank {other} stays {_gib(less)} below that{owns}: {', '.join(sizes)}"
 
 
 def _others(memory: StepMemory) -> list[int]:
@@ -217,19 +229,23 @@ def _others(memory: StepMemory) -> list[int]:
 
 
 def _owns(memory: StepMemory, other: int) -> str:
-    """What a rank has more or less of than the fullest, as far as it explains bytes."""
+    """What a rank has more or less of than the fullest, as far as it explains bytes: ", with the head"."""
     high, low = memory.peaks[memory.worst_rank], memory.peaks[other]
-    found = []
+    has = []
     for number, one, many in (
         (low.num_layers - high.num_layers, "layer", "layers"),
         (_pairs(memory, other) - _pairs(memory, memory.worst_rank), "pair in flight", "pairs in flight"),
     ):
         if number:
-            found.append(f"{abs(number)} {one if abs(number) == 1 else many} {'more' if number > 0 else 'less'}")
-    for name, has, had in (("the embedding", low.embedding, high.embedding), ("the head", low.head, high.head)):
-        if has != had:
-            found.append(name if has else f"not {name}")
-    return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
+            has.append(f"{abs(number)} {one if abs(number) == 1 else many} {'more' if number > 0 else 'less'}")
+    ends = (("the embedding", low.embedding, high.embedding), ("the head", low.head, high.head))
+    has += [name for name, mine, theirs in ends if mine and not theirs]
+    lacks = [name for name, mine, theirs in ends if theirs and not mine]
+    return "".join(f", {word} {_listed(names)}" for word, names in (("with", has), ("without", lacks)) if names)
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _large(size: float, peak: RankMemory) -> bool:
@@ -244,7 +260,7 @@ def _words(memory: StepMemory, pp_rank: int, name: str) -> str:
         return f"activations of {pairs} (micro-batch, chunk) pair{'' if pairs == 1 else 's'}"
     if name == "gradients":
         chunks = _summed(memory, pp_rank)
-        return f"gradients (unreduced sums of {chunks} of {len(peak.stages)} chunks)" if chunks else "gradients"
+        return f"gradients (unsharded: {chunks} of {len(peak.stages)} chunks)" if chunks else "gradients"
     if name == "weights":
         holds = [f"{peak.num_layers} layer{'' if peak.num_layers == 1 else 's'}"]
         holds += ["the embedding"] if peak.embedding else []
@@ -282,9 +298,12 @@ def _phase(memory: StepMemory, pp_rank: int) -> str:
     backwards = any(kind in COMPUTE and kind is not Kind.FORWARD for kind in kinds[:worst])
     if not backwards:
         return "when its first backward begins" if kinds[worst] is not Kind.FORWARD else "before its first backward"
-    return "while forwards and backwards alternate" if forwards else "after its last forward"
+    if forwards:
+        return "while forwards and backwards alternate"
+    return "in its last forward" if kinds[worst] is Kind.FORWARD else "after its last forward"
 
 
 def _gib(size: float) -> str:
-    decimals = 2 if abs(size) < 9.995 * GIB else 1
-    return f"{size / GIB:.{decimals}f} GiB"
+    """72.6 GiB, 5.94 GiB, 0.25 GiB; in MiB what would be less than 0.10 GiB."""
+    value, unit = (size / GIB, "GiB") if abs(size) >= 0.0995 * GIB or not size else (size * 1024 / GIB, "MiB")
+    return f"{value:.{2 if abs(value) < 9.995 else 1}f} {unit}"

@@ -112,11 +112,17 @@ class Loads:
         return float(self.per_rank.max()) / least if least else float("inf")
 
     @property
-    def group_over_mean(self) -> float:
-        """Of the data-parallel groups: the dearest over the mean, where each rank waits for the slowest of its group
-        in every micro-batch."""
-        groups = self._slowest.sum(axis=1)
-        return float(groups.max() / groups.mean())
+    def slowest_over_mean_per_micro_batch(self) -> float:
+        """Of the ranks of one micro-batch: the largest work over the mean; the mean over all micro-batches. By so much
+        the slowest rank delays the others, as they meet in every layer."""
+        return float((self._slowest / self.pairs.mean(axis=2)).mean())
+
+    @property
+    def slowest_over_fastest_per_micro_batch(self) -> float:
+        """Of the ranks of one micro-batch: the largest work over the smallest; the median of all micro-batches.
+        Infinite where a rank has none."""
+        with np.errstate(divide="ignore"):
+            return float(np.median(self._slowest / self.pairs.min(axis=2)))
 
     @property
     def waiting(self) -> np.ndarray:
@@ -177,6 +183,26 @@ def loads_of(
         micro_batch=micro_batch,
         mix="one document per row" if mix is None else str(mix),
     )
+
+
+def both_splits(
+    mix: Mix | None, *, seq_len: int, micro_batch: int = 1, dp: int, micro_batches: int, cp: int, seed: int = 0
+) -> tuple[Loads, Loads]:
+    """The work of `loads_of` by head_tail and by per_document, of the same documents."""
+
+    def of(strategy: Strategy) -> Loads:
+        return loads_of(
+            mix,
+            seq_len=seq_len,
+            micro_batch=micro_batch,
+            dp=dp,
+            micro_batches=micro_batches,
+            cp=cp,
+            strategy=strategy,
+            seed=seed,
+        )
+
+    return of("head_tail"), of("per_document")
 
 
 def _pieces(mix: Mix | None, *, rows: int, seq_len: int, seed: int) -> np.ndarray:

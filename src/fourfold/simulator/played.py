@@ -59,8 +59,18 @@ class Played:
         return self.spent["pp_wait"] + self.spent["end_wait"]
 
     @property
+    def bubble_seconds(self) -> float:
+        """Idle time of the mean rank."""
+        return float(self.idle.mean())
+
+    @property
+    def bubble_over_step(self) -> float:
+        """Idle time of the mean rank over the step."""
+        return self.bubble_seconds / self.step_seconds
+
+    @property
     def bubble_over_compute(self) -> float:
-        """Idle time over computing time, all ranks together: the paper's r."""
+        """Idle time over time in forwards and backwards, all ranks together: the paper's r."""
         return float(self.idle.sum() / self.computing.sum())
 
     @property
@@ -71,10 +81,3 @@ class Played:
     def share(self, *names: str) -> float:
         """Of the step, the mean rank's share of some classes."""
         return float(sum(self.spent[name].mean() for name in names) / self.step_seconds)
-
-    def exposed(self) -> dict[str, float]:
-        """Seconds of the mean rank's step that are communication, by dimension: transfers and waiting."""
-        return {
-            dimension: float(sum(self.spent[name].mean() for name in names))
-            for dimension, names in COMMUNICATION.items()
-        }

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from fourfold.layout import Action, Grid, Kind, Schedule
 from fourfold.layout.actions import COMPUTE, SENDS
-from fourfold.simulator.engine import Lanes, Spent, play
+from fourfold.simulator.costs import Lanes, Spent
+from fourfold.simulator.engine import play
 from fourfold.simulator.graph import Graph, Node, compile_graph
 from fourfold.simulator.played import Played
 

@@ -36,7 +36,7 @@ class Scenario:
     """Also where all replicas are alike, and one says it all."""
 
     def __post_init__(self) -> None:
-        self.faults.check(self.grid)
+        self.faults.check(self.grid, several_stages=self.schedule.v > 1)
         if self.loads is not None:
             wanted = (self.grid.dp, self.schedule.num_micro_batches, self.grid.cp)
             if self.loads.pairs.shape != wanted:
@@ -74,15 +74,18 @@ def scenario(
 ) -> Scenario:
     """From a planner's job, a row with the machine's columns, and its schedule.
 
-    With `loads`, attention in `job` must still be that of one document per row.
+    With `loads`, attention is that of their mean row, and each rank's is in proportion to its pairs.
     """
+    faults = faults or Faults()
+    if loads is not None:
+        job = job.replace(pairs=float(loads.pairs.mean()) * int(job.cp) / int(job.micro_batch))
     return Scenario(
         grid=Grid(tp=int(job.tp), cp=int(job.cp), pp=int(job.pp), dp=int(job.dp)),
         graph=compile_graph(schedule, receives=receives),
-        work=work_of(job, stack, stages),
+        work=work_of(job, stack, stages, factors={*faults.links.values()}),
         stages=tuple(stages),
         loads=loads,
-        faults=faults or Faults(),
+        faults=faults,
         all_ranks=all_ranks,
     )
 
@@ -102,14 +105,8 @@ def recipe_scenario(
     Raises:
         ValueError: the recipe freezes parameters, or computes in numbers that the chip does not have.
     """
-    if plan.recipe.train.freeze:
-        raise ValueError(
-            "train.freeze: how long a step with frozen parameters takes is not known; simulate the recipe without it"
-        )
-    hardware = machines.columns(TRAINED_IN[plan.recipe.train.dtype])
-    job = job_of(plan, plan.phases[0]).replace(**hardware, **stack.columns())
     return scenario(
-        job,
+        recipe_job(plan, machines, stack),
         stack,
         plan.schedule,
         plan.stages,
@@ -118,3 +115,13 @@ def recipe_scenario(
         receives=receives,
         all_ranks=all_ranks,
     )
+
+
+def recipe_job(plan: RunPlan, machines: Cluster, stack: Stack) -> Jobs:
+    """The first phase of a checked recipe as a job. ValueError as above."""
+    if plan.recipe.train.freeze:
+        raise ValueError(
+            "train.freeze: how long a step with frozen parameters takes is not known; simulate the recipe without it"
+        )
+    hardware = machines.columns(TRAINED_IN[plan.recipe.train.dtype])
+    return job_of(plan, plan.phases[0]).replace(**hardware, **stack.columns())

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fourfold.layout import Grid, Kind
-from fourfold.simulator.engine import Lanes, Modelled, Pieces
+from fourfold.simulator.costs import Lanes, Modelled, Pieces, latest
 from fourfold.simulator.graph import NONE
 from fourfold.simulator.played import Played
 
@@ -70,7 +70,7 @@ class _Layers:
         # that: it takes what the fastest of CP's ranks needs for it, and the last layer's three that much less.
         first: Lanes = 0.0
         if self.tp:
-            joined = _latest(self.start, 2) + pieces.ends * _latest(pieces.slower, 2)
+            joined = latest(self.start, 2) + pieces.ends * latest(pieces.slower, 2)
             first = _earliest(pieces.tp, 1) / 4
             self._add("tp", "all_gather", at, joined + first)
             at = joined + first
@@ -92,23 +92,24 @@ class _Layers:
         met = arrived = at + layer.before * pieces.slower
         self._add("matmul", "", at, arrived, healthy=layer.before)
         if self.cp:
-            met = _latest(arrived, 1) + pieces.cp
+            met = latest(arrived, 1) + pieces.cp
             self._add("cp", self.cp_kind, arrived, met)
         seen = met + pieces.attention
         self._add("attention", "", met, seen, healthy=layer.attention)
         rest = (layer.compute - layer.before) * pieces.slower
-        first = min(layer.before, 0.5 * (layer.compute - layer.before)) * pieces.slower  # the product out of attention
+        out = min(layer.before, 0.5 * (layer.compute - layer.before))  # the product out of attention
+        first = out * pieces.slower
         if not self.tp:
             finish = seen + rest + held + slowed
             halfway = seen + first
-            self._add("matmul", "", seen, halfway, healthy=layer.compute)
+            self._add("matmul", "", seen, halfway, healthy=out)
             self._add("matmul", "", halfway + held, np.minimum(finish, self._last_end()), healthy=layer.compute)
             return finish + layer.dp
-        done = _latest(seen + rest, 2)
+        done = latest(seen + rest, 2)
         # The engine lets TP's ranks meet at the end of the layer. Where one is late and another slow, the meeting
         # halfway is put where all can be in time for that.
-        halfway = np.minimum(_latest(seen + first, 2), done - _latest(rest - first, 2))
-        halfway = np.maximum(halfway, _latest(seen, 2))
+        halfway = np.minimum(latest(seen + first, 2), done - latest(rest - first, 2))
+        halfway = np.maximum(halfway, latest(seen, 2))
         first = np.clip(first, rest - (done - halfway), halfway - seen)
         self._add("matmul", "", seen, seen + first, healthy=layer.compute)
         self._add("tp", "reduce_scatter", seen + first, halfway + transfer)
@@ -134,12 +135,6 @@ class _Layers:
         """`healthy`: seconds on a healthy rank; there is no kernel of nothing."""
         if healthy > 0:
             self.out.append(Segment(what, kind, start, end))
-
-
-def _latest(lanes: Lanes, axis: int) -> Lanes:
-    if not isinstance(lanes, np.ndarray) or lanes.shape[axis] == 1:
-        return lanes
-    return lanes.max(axis=axis, keepdims=True)
 
 
 def _earliest(lanes: Lanes, axis: int) -> Lanes:

@@ -14,6 +14,7 @@ import numpy as np
 
 from fourfold.layout import Grid
 from fourfold.layout.actions import COMPUTE
+from fourfold.simulator.causes import duration
 from fourfold.simulator.engine import simulate
 from fourfold.simulator.faults import Faults
 from fourfold.simulator.played import Played
@@ -22,12 +23,12 @@ from fourfold.simulator.work import Work
 
 _FREE = {
     "attention": "attention took no time",
-    "tp": "TP's collectives took no time",
-    "cp": "CP's collectives took no time",
+    "tp": "TP's transfers took no time",
+    "cp": "CP's transfers took no time",
     "pp": "messages between pipeline ranks took no time",
-    "dp": "FSDP's collectives took no time and slowed nothing beside them",
+    "dp": "FSDP's transfers took no time and slowed nothing beside them",
     "optimizer": "the optimizer's step took no time",
-    "fixed": "what every step has in addition took no time",
+    "fixed": "the fixed cost per step took no time",
 }
 """By the name that `Work.without` knows it by."""
 
@@ -53,10 +54,10 @@ class Gain:
     def sentence(self) -> str:
         """What would be, in plain words."""
         if not self.seconds:
-            return f"If {self.condition}, the step would take as long: {self.step_seconds:.4g} s."
+            return f"If {self.condition}, the step would take as long: {duration(self.step_seconds)}."
         change = f"{abs(self.share):.1%}" if abs(self.share) >= 0.001 else "less than 0.1%"
         way = "longer" if self.seconds < 0 else "shorter"
-        return f"If {self.condition}, the step would take {self.step_seconds:.4g} s: {change} {way}."
+        return f"If {self.condition}, the step would take {duration(self.step_seconds)}: {change} {way}."
 
 
 def what_if(scenario: Scenario, played: Played | None = None) -> tuple[Gain, ...]:
@@ -98,25 +99,24 @@ def _cases(scenario: Scenario, played: Played) -> Iterator[tuple[str, str, Scena
         yield what, condition, scenario.replace(faults=healed)
     if len(single) > 1:
         healed = Faults(jitter=faults.jitter, seed=faults.seed)
-        yield "all slow", "all slow ranks, links and hosts were as they should be", scenario.replace(faults=healed)
+        yield "all slow", "all slow ranks, links and hosts ran at normal speed", scenario.replace(faults=healed)
 
 
 def _single_faults(faults: Faults) -> Iterator[tuple[str, str, Faults]]:
     """Every planted fault with what is left when it is gone."""
-
     for rank in faults.ranks:
         left = {other: factor for other, factor in faults.ranks.items() if other != rank}
-        yield f"rank {rank}", f"rank {rank} computed as it should", dataclasses.replace(faults, ranks=left)
+        yield f"rank {rank}", f"rank {rank} ran at normal speed", dataclasses.replace(faults, ranks=left)
     for a, b in faults.links:
         left = {pair: factor for pair, factor in faults.links.items() if pair != (a, b)}
         yield (
             f"link {a}-{b}",
-            f"the link of ranks {a} and {b} was as it should be",
+            f"the link of ranks {a} and {b} ran at normal speed",
             dataclasses.replace(faults, links=left),
         )
     for rank in faults.cpus:
         left = {other: seconds for other, seconds in faults.cpus.items() if other != rank}
-        condition = f"the host of rank {rank} launched its computations in time"
+        condition = f"the host of rank {rank} launched its computations on time"
         yield f"cpu {rank}", condition, dataclasses.replace(faults, cpus=left)
 
 

@@ -8,16 +8,17 @@ of them does slower is waited for layer by layer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from fourfold.layout import Kind, Stage
-from fourfold.planner.jobs import Jobs, layer_parameters
+from fourfold.planner.jobs import Jobs, Recompute, layer_parameters
+from fourfold.planner.search.exact import stage_seconds, weight_seconds
 from fourfold.planner.timing import collectives, exposure
 from fourfold.planner.timing.compute import layer_work, rates
-from fourfold.planner.timing.stack import Stack, constants_of
+from fourfold.planner.timing.stack import Constants, Stack, constants_of
 from fourfold.planner.timing.step import LayerSeconds, Parts, parts, passes
 
 Seconds = float
@@ -32,7 +33,7 @@ class Layer:
     attention: Seconds  # with as many pairs as `Work.pairs`
     tp: Seconds  # transfers that computation does not hide
     cp: Seconds
-    dp: Seconds  # ZeRO-3's
+    dp: Seconds  # of FSDP's collectives that every layer has: ZeRO-3's, and ZeRO-2's without a pipeline
 
     def scaled(self, factor: float) -> Layer:
         """All of it so many times as long."""
@@ -48,18 +49,28 @@ class Work:
     ends: Mapping[Kind, tuple[Seconds, ...]]  # embedding and head, of every virtual stage
     pairs: float  # (query, key) pairs of one CP rank and micro-batch that `Layer.attention` is for
     message: Seconds  # from one pipeline rank to the next
-    gather: tuple[Seconds, ...]  # FSDP's collectives of every virtual stage, 0 with ZeRO-3
+    gather: tuple[Seconds, ...]  # FSDP's collectives of every virtual stage, 0 where its layers have them
     reduce: tuple[Seconds, ...]
     contention: float  # share of the time of these by which they slow what runs beside them
     optimizer: Seconds
     fixed: Seconds
+    slow: Mapping[float, Mapping[Kind, Layer]] = field(default_factory=dict)
+    """By factor of a slow link: what `tp`, `cp` and `dp` of a layer are, where it is in their group. For other factors
+    nothing is known of what hides them: then all that is exposed takes so many times as long."""
 
     def replace(self, **changes: object) -> Work:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
+    def behind(self, factor: float, kind: Kind) -> Layer:
+        """A layer whose collectives go over a link that is so many times as slow."""
+        if factor in self.slow:
+            return self.slow[factor][kind]
+        layer = self.layer[kind]
+        return dataclasses.replace(layer, tp=factor * layer.tp, cp=factor * layer.cp, dp=factor * layer.dp)
+
     def without(self, name: str) -> Work:
-        """A copy in which something is free.
+        """A copy in which something is free. What it hid stays hidden.
 
         `name`: "compute", "attention", "tp", "cp", "pp" (messages), "dp" (FSDP's collectives), "optimizer" or "fixed".
         """
@@ -68,8 +79,13 @@ class Work:
         if name in ("optimizer", "fixed"):
             return self.replace(**{name: 0.0})
         gone = {"compute": 0.0, "before": 0.0} if name == "compute" else {name: 0.0}
+
+        def freed(layers: Mapping[Kind, Layer]) -> dict[Kind, Layer]:
+            return {kind: dataclasses.replace(layer, **gone) for kind, layer in layers.items()}
+
         changes: dict[str, object] = {
-            "layer": {kind: dataclasses.replace(layer, **gone) for kind, layer in self.layer.items()}
+            "layer": freed(self.layer),
+            "slow": {factor: freed(layers) for factor, layers in self.slow.items()},
         }
         none = (0.0,) * len(self.layers)
         if name == "compute":
@@ -79,31 +95,27 @@ class Work:
         return self.replace(**changes)
 
 
-def work_of(job: Jobs, stack: Stack, stages: Sequence[Stage]) -> Work:
+def work_of(job: Jobs, stack: Stack, stages: Sequence[Stage], *, factors: Collection[float] = ()) -> Work:
     """The costs of one job, a row of `Jobs` with the machine's columns, on its stages.
 
-    The planner's allowance for the slowest of many GPUs is in all of them.
+    The planner's allowance for the slowest of many GPUs is in all of them. `factors`: of slow links, for which
+    `Work.slow` will know what a layer's collectives leave open.
     """
     constants = constants_of(stack)
     pieces = parts(job, stack)
     slower = float(pieces.inflation)
-    work = layer_work(job, constants, rates(job, constants))
-    forward, backward = passes(job, stack)
-    late = float(pieces.late * pieces.layer_backward)
-    # Matrix products of the projections into attention, of all projections and the feed-forward network.
-    into = float(job.heads + 2 * job.kv_heads) / float(2 * job.heads + 2 * job.kv_heads)
-    shares = [into * float(work.projections[i] / work.matmul[i]) for i in (0, 1)]
-    layer = {
-        Kind.FORWARD: _layer(forward, shares[0]),
-        # Backward meets CP's collective after the feed-forward network and the projection out of attention.
-        Kind.BACKWARD: _layer(backward, 1 - shares[1]),
-    }
-    layer |= _halves(layer[Kind.BACKWARD], late)
+    layer = _layers(job, constants, late=float(pieces.late * pieces.layer_backward))
     ends = _ends(stages, pieces)
     gather, reduce = _collectives(job, stack, stages)
     return Work(
         layers=tuple(len(stage.layers) for stage in stages),
         layer={kind: seconds.scaled(slower) for kind, seconds in layer.items()},
+        slow={
+            factor: {
+                kind: seconds.scaled(slower) for kind, seconds in _slow_layers(job, constants, factor, layer).items()
+            }
+            for factor in factors
+        },
         ends={kind: tuple((slower * seconds).tolist()) for kind, seconds in ends.items()},
         pairs=float(job.pairs * job.micro_batch / job.cp),
         message=slower * float(pieces.message),
@@ -115,14 +127,53 @@ def work_of(job: Jobs, stack: Stack, stages: Sequence[Stage]) -> Work:
     )
 
 
+def _layers(job: Jobs, constants: Constants, *, late: Seconds) -> dict[Kind, Layer]:
+    work = layer_work(job, constants, rates(job, constants))
+    forward, backward = passes(job, constants)
+    # Matrix products of the projections into attention, of all projections and the feed-forward network.
+    into = float(job.heads + 2 * job.kv_heads) / float(2 * job.heads + 2 * job.kv_heads)
+    shares = [into * float(work.projections[i] / work.matmul[i]) for i in (0, 1)]
+    whole = _layer(
+        backward, 1 - shares[1]
+    )  # it meets CP's collective after the feed-forward network and the projection
+    return {Kind.FORWARD: _layer(forward, shares[0]), Kind.BACKWARD: whole} | _halves(whole, late)
+
+
+def _slow_layers(job: Jobs, constants: Constants, factor: float, healthy: Mapping[Kind, Layer]) -> dict[Kind, Layer]:
+    """What a layer's collectives leave open where a link of their group has 1 / `factor` of its bandwidth, and so many
+    times its latency: of TP, CP and ZeRO-3 each, the others being healthy. What hides them stays as long."""
+    slow = job.replace(link=job.link / factor, nic=job.nic / factor)
+    late = dataclasses.replace(constants, latency=constants.latency * factor)
+    work = layer_work(job, constants, rates(job, constants))
+    tp, cp = exposure.tensor_parallel(slow, late, work), exposure.context_parallel(slow, late, work)
+    out = {}
+    for kind, layer in healthy.items():
+        way = "forward" if kind is Kind.FORWARD else "backward"
+        if kind is Kind.WEIGHT:
+            out[kind] = layer
+            continue
+        cover = layer.compute + layer.attention + layer.tp + layer.cp
+        dp = getattr(exposure.layer_shards(slow, late, np.asarray(cover), np.asarray(cover)), way)
+        again = float(job.recomputed_layers * (job.recompute == Recompute.FULL)) * (way == "backward")
+        out[kind] = dataclasses.replace(
+            layer,
+            tp=float(getattr(tp, way) + again * tp.forward),
+            cp=float(getattr(cp, way) + again * cp.forward),
+            dp=float(dp),
+        )
+    return out
+
+
 def _layer(seconds: LayerSeconds, before: float) -> Layer:
-    compute = float(seconds.matmul + seconds.memory_bound + seconds.launch + seconds.recompute)
+    """What is computed again counts where it belongs."""
+    again = seconds.recompute - seconds.again_attention - seconds.again_tp - seconds.again_cp
+    compute = float(seconds.matmul + seconds.memory_bound + seconds.launch + again)
     return Layer(
         compute=compute,
         before=before * compute,
-        attention=float(seconds.attention),
-        tp=float(seconds.tp),
-        cp=float(seconds.cp),
+        attention=float(seconds.attention + seconds.again_attention),
+        tp=float(seconds.tp + seconds.again_tp),
+        cp=float(seconds.cp + seconds.again_cp),
         dp=float(seconds.dp),
     )
 
@@ -137,15 +188,17 @@ def _halves(whole: Layer, late: Seconds) -> dict[Kind, Layer]:
 
 
 def _ends(stages: Sequence[Stage], pieces: Parts) -> dict[Kind, np.ndarray]:
-    embedding = np.array([stage.embedding for stage in stages])
-    head = np.array([stage.head for stage in stages])
-    forward, backward = (
-        embedding * float(getattr(pieces, f"embedding_{way}")) + head * float(getattr(pieces, f"head_{way}"))
-        for way in ("forward", "backward")
-    )
-    # The head's two products of backward are equal; an embedding has no gradient of its input.
-    weight = 0.5 * head * float(pieces.head_backward)
-    return {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT: backward - weight, Kind.WEIGHT: weight}
+    forward, backward = stage_seconds(pieces, tuple(stages))
+    weight = weight_seconds(pieces, tuple(stages))
+    layers = np.array([len(stage.layers) for stage in stages])
+    weight = weight - layers * pieces.late * pieces.layer_backward
+    backward = backward - layers * pieces.layer_backward
+    return {
+        Kind.FORWARD: forward - layers * pieces.layer_forward,
+        Kind.BACKWARD: backward,
+        Kind.INPUT: backward - weight,
+        Kind.WEIGHT: weight,
+    }
 
 
 def _collectives(job: Jobs, stack: Stack, stages: Sequence[Stage]) -> tuple[np.ndarray, np.ndarray]:
@@ -170,4 +223,6 @@ def _collectives(job: Jobs, stack: Stack, stages: Sequence[Stage]) -> tuple[np.n
         return none, np.array(collectives.all_reduce(shards, job.reduce_bytes * parameters))
     held = parameters > 0
     gather = collectives.all_gather(shards, exposure.WEIGHT * parameters) * held
+    if exposure.reduces_in_layers(job):
+        return gather, none
     return gather, exposure.scatter_gradients(job, constants, shards, parameters) * held

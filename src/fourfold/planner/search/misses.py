@@ -43,7 +43,7 @@ BYTES_WORDS = {
     "activations": "activations",
     "gathered_kv": "gathered keys and values",
     "logits": "logits",
-    "transients": "transients of backward",
+    "transients": "transients",
     "buffers": "buffers",
 }
 

@@ -57,7 +57,7 @@ def context_parallel(jobs: Jobs, constants: Constants, work: LayerWork) -> Expos
     )
 
 
-def _reduces_in_layers(jobs: Jobs) -> Column:
+def reduces_in_layers(jobs: Jobs) -> Column:
     """Whether gradients leave a layer as soon as its backward ends: ZeRO-3, and ZeRO-2 without a pipeline."""
     return (jobs.zero == 3) | ((jobs.zero == 2) & (jobs.pp == 1))
 
@@ -77,7 +77,7 @@ def layer_shards(jobs: Jobs, constants: Constants, forward: Column, backward: Co
     size = matrices / jobs.tp + norms
     shards = collectives.sharding_group(jobs, constants, jobs.shards)
     gather = np.where(jobs.zero == 3, collectives.all_gather(shards, WEIGHT * size), 0.0)
-    reduce = np.where(_reduces_in_layers(jobs), scatter_gradients(jobs, constants, shards, size), 0.0)
+    reduce = np.where(reduces_in_layers(jobs), scatter_gradients(jobs, constants, shards, size), 0.0)
     return Exposed(
         exposed(gather, forward) + constants.contention * np.minimum(gather, forward),
         exposed(gather + reduce, backward) + constants.contention * np.minimum(gather + reduce, backward),
@@ -104,7 +104,7 @@ def step_shards(jobs: Jobs, constants: Constants, layer_forward: Column, layer_b
     rounds = np.where((jobs.zero == 2) & (jobs.order != Order.AFAB), np.ceil(jobs.micro_batches / jobs.nc), 1)
     plain = collectives.all_reduce(shards, jobs.reduce_bytes * size)
     reduce = np.where(jobs.zero == 0, plain, rounds * scatter_gradients(jobs, constants, shards, size))
-    reduce = np.where(_reduces_in_layers(jobs), 0.0, reduce)
+    reduce = np.where(reduces_in_layers(jobs), 0.0, reduce)
     layers = jobs.layers / jobs.pp
     return Exposed(
         _beside(gather, constants.dp_hidden * layers * layer_forward, layers, constants),

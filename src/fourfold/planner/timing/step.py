@@ -56,7 +56,7 @@ SHARES = ("matmul", "attention", "memory_bound", "launch", "recompute", "tp", "c
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """One layer and micro-batch on one rank, in one direction; all that follows sums to `seconds`."""
+    """One layer and micro-batch on one rank, in one direction; `SHARES` sum to `seconds`."""
 
     seconds: Column
     matmul: Column
@@ -68,6 +68,10 @@ class LayerSeconds:
     cp: Column
     dp: Column  # ZeRO-3's
     imbalance: Column  # waiting for the rank with most attention
+    # Of `recompute`
+    again_attention: Column
+    again_tp: Column
+    again_cp: Column
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ def _passes(
     tp = exposure.tensor_parallel(jobs, constants, work)
     cp = exposure.context_parallel(jobs, constants, work)
     again, relaunched = _recomputed(jobs, work, tp.forward + cp.forward)
+    attended, gathered = _of_recompute(jobs)
     # All wait for the rank with most attention.
     excess = 0.0 if imbalance is None else imbalance.factor(jobs) - 1
     waiting = (excess * work.attention[0], excess * work.attention[1])
@@ -131,6 +136,9 @@ def _passes(
             cp=cp.forward,
             dp=dp.forward,
             imbalance=waiting[0],
+            again_attention=np.zeros_like(again),
+            again_tp=np.zeros_like(again),
+            again_cp=np.zeros_like(again),
         ),
         LayerSeconds(
             seconds=largest(backward, work.launch[1] + relaunched),
@@ -143,6 +151,9 @@ def _passes(
             cp=cp.backward,
             dp=dp.backward,
             imbalance=waiting[1],
+            again_attention=attended * work.attention[0],
+            again_tp=gathered * tp.forward,
+            again_cp=gathered * cp.forward,
         ),
     )
 
@@ -191,6 +202,13 @@ def _recomputed(jobs: Jobs, work: LayerWork, communication: Column) -> tuple[Col
     )
     launched = np.select(kinds, [0.0, 0.2, 0.7, 1.0, 1.0])
     return jobs.recomputed_layers * seconds, jobs.recomputed_layers * launched * work.launch[0]
+
+
+def _of_recompute(jobs: Jobs) -> tuple[Column, Column]:
+    """How much of a layer's forward attention, and of its forward communication, backward does again on average."""
+    selective = (jobs.recompute == Recompute.SELECTIVE) & ~np.asarray(jobs.fused_attention, dtype=bool)
+    attention = selective | (jobs.recompute == Recompute.FEED_FORWARD) | (jobs.recompute == Recompute.FULL)
+    return jobs.recomputed_layers * attention, jobs.recomputed_layers * (jobs.recompute == Recompute.FULL)
 
 
 # --- The pipeline ---

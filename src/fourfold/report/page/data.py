@@ -8,7 +8,8 @@ import numpy as np
 
 from fourfold.report.drawing import KINDS, Boxes, HeatMap, Memory, Page, Timeline
 from fourfold.report.page.columns import Columns
-from fourfold.report.palette import KIND_NAMES, colour, ink_on, series_colour
+from fourfold.report.palette import KIND_NAMES, series_colour
+from fourfold.report.scale import heat_scale
 
 
 def page_data(page: Page, columns: Columns) -> dict[str, Any]:
@@ -25,17 +26,13 @@ def page_data(page: Page, columns: Columns) -> dict[str, Any]:
 
 
 def _timeline(timeline: Timeline, columns: Columns) -> dict[str, Any]:
-    kinds = [
-        {"name": kind, "words": KIND_NAMES[kind], "colours": shades, "inks": [ink_on(shade) for shade in shades]}
-        for kind in KINDS
-        for shades in ([colour(kind, chunk, timeline.num_chunks) for chunk in range(max(timeline.num_chunks, 1))],)
-    ]
     ends = [boxes.end.max(initial=0.0) for boxes in (timeline.boxes, timeline.lanes) if boxes is not None]
     return {
         "unit": timeline.unit,
         "rows": timeline.rows,
         "pp": timeline.pp,
-        "kinds": kinds,
+        "kinds": [{"name": kind, "words": KIND_NAMES[kind]} for kind in KINDS],
+        "chunks": max(timeline.num_chunks, 1),
         "causes": timeline.causes,
         "span": max(timeline.span, *map(float, ends)),
         "boxes": _boxes(timeline, timeline.boxes, columns),
@@ -97,9 +94,12 @@ def _memory(memory: Memory, columns: Columns) -> dict[str, Any]:
 def _heat_map(heat_map: HeatMap, columns: Columns) -> dict[str, Any]:
     if heat_map.values.ndim != 4:
         raise ValueError(f"heat map {heat_map.title!r}: values must be [dp, pp, cp, tp]")
+    low, high = heat_scale(heat_map.values)
     return {
         "unit": heat_map.unit,
         "shape": heat_map.values.shape,
         "marked": heat_map.marked,
+        "low": low,
+        "high": high,
         "values": columns.numbers(heat_map.values.ravel()),
     }

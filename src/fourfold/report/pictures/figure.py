@@ -308,8 +308,9 @@ def _draw_key(canvas: Canvas, top: float, figure: Figure) -> None:
         hollow, full = _line_styles(QUIET, _MARKERS[0])
         published.append(Line2D([], [], **hollow))
         ours.append(Line2D([], [], **full))
+    keys = [(tuple(published), _PUBLISHED), (tuple(ours), _OURS)][0 if figure.compared() else 1 :]
     axes.legend(
-        [tuple(published), tuple(ours)], [_PUBLISHED, _OURS], handler_map={tuple: HandlerTuple(ndivide=None)},
+        [key for key, _ in keys], [text for _, text in keys], handler_map={tuple: HandlerTuple(ndivide=None)},
         loc="center left", bbox_to_anchor=(0.008, 0.5), ncols=2, fontsize=_TEXT, handlelength=2.2 * len(published),
         borderpad=0.0, columnspacing=1.5,
     )  # fmt: skip

@@ -33,6 +33,7 @@ def simulation_json(
 ) -> dict[str, Any]:
     """Arguments as those of `simulation_page`."""
     grid, schedule, lanes = scenario.grid, scenario.schedule, played.lanes
+    found = findings(scenario, played, gains=gains, path=path, memory=memory)
     return {
         "format": FORMAT,
         "name": name,
@@ -54,6 +55,8 @@ def simulation_json(
         "tokens_per_second": None if not tokens else tokens / played.step_seconds,
         "bubble_over_compute": played.bubble_over_compute,
         "bubble_over_total": played.bubble_over_total,
+        "bubble_seconds": played.bubble_seconds,
+        "bubble_share_of_step": played.bubble_over_step,
         "exposed": _exposed(played),
         "spent": means(played),
         "ranks": _ranks(scenario, played, path, memory),
@@ -75,7 +78,7 @@ def simulation_json(
             for gain in gains
         ],
         "memory": None if memory is None else _memory(memory),
-        "findings": list(findings(scenario, played, gains=gains, path=path)),
+        "findings": [*found.first, *found.more],
     }
 
 

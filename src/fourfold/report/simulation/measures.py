@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from fourfold.report.simulation.words import DIMENSION_NAMES, percent
 from fourfold.simulator.played import COMMUNICATION, COMPUTING, Played
 
+_LEAST = 0.0005  # of the step: what is less rounds to 0.0%
 _ROUNDING = 1e-9  # of the step: what is less is nothing
 
 
@@ -30,6 +32,20 @@ def exposed(played: Played) -> dict[str, tuple[float, float]]:
         )
         for dimension, names in COMMUNICATION.items()
     }
+
+
+def exposed_shares(played: Played) -> tuple[list[str], list[str]]:
+    """Of the mean rank's step: transfers of collectives that nothing hides, and waiting for slower peers in them, as in
+    "TP 7.2%"; not what is next to nothing. What messages between pipeline ranks cost is in the bubble."""
+    seconds, step = exposed(played), played.step_seconds
+    transfers = {name: seconds[name][0] - seconds[name][1] for name in DIMENSION_NAMES}
+    waits = {name: seconds[name][1] for name in DIMENSION_NAMES}
+    found = (
+        [f"{DIMENSION_NAMES[name]} {percent(value / step)}" for name, value in one.items() if value >= _LEAST * step]
+        for one in (transfers, waits)
+    )
+    first, second = found
+    return first, second
 
 
 def slowest(played: Played) -> tuple[int, int, int, int]:

@@ -1,43 +1,39 @@
 """A simulated step as people read it: how long, where the time goes, what determines it, what would help.
 
-On a terminal with colour, in its width; elsewhere plain ASCII, a statement a line.
+On a terminal with colour; elsewhere plain ASCII. Lines have at most 120 characters: what programs are to read is in the
+JSON object.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO
 
+import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fourfold.report import drawing
 from fourfold.report.memory import MEMORY_LEGEND, memory_table
 from fourfold.report.plan import as_plain
-from fourfold.report.simulation.findings import on_path, slowest_rank
-from fourfold.report.simulation.measures import exposed, means, own_computing
-from fourfold.report.simulation.words import (
-    CLASS_WORDS,
-    DIMENSION_WORDS,
-    PATH_WORDS,
-    PHASE_WORDS,
-    layout_of,
-    percent,
-    sentence,
-)
+from fourfold.report.simulation.findings import findings
+from fourfold.report.simulation.page import summary
+from fourfold.report.simulation.tables import pipeline_table, time_table, what_if_table
+from fourfold.report.simulation.words import layout_of
 from fourfold.report.text import format_count
-from fourfold.simulator.causes import duration, idle_by_phase
 from fourfold.simulator.critical import CriticalPath
 from fourfold.simulator.live import StepMemory
-from fourfold.simulator.live import findings as memory_findings
 from fourfold.simulator.played import Played
 from fourfold.simulator.scenario import Scenario
 from fourfold.simulator.whatif import Gain
 
 _INDENT = (0, 0, 0, 2)
 _MOST_GAINS = 12  # lines of what would help
+_WIDTH = 120  # characters of a line, on a terminal that is wider as well
 
 
 def print_simulation(
@@ -55,9 +51,10 @@ def print_simulation(
     file = sys.stdout if file is None else file
     what = _render(scenario, played, gains=gains, path=path, memory=memory, name=name, tokens=tokens)
     if file.isatty():
-        Console(file=file, highlight=False).print(what)
+        console = Console(file=file, highlight=False)
+        console.print(what, width=min(console.width, _WIDTH))
     else:
-        print(as_plain(what), file=file)
+        print(as_plain(what, width=_WIDTH), file=file)
 
 
 def simulation_text(
@@ -71,7 +68,8 @@ def simulation_text(
     tokens: int | None = None,
 ) -> str:
     """The plain form: ASCII, no colour, no trailing spaces. Arguments as those of `simulation_page`."""
-    return as_plain(_render(scenario, played, gains=gains, path=path, memory=memory, name=name, tokens=tokens))
+    what = _render(scenario, played, gains=gains, path=path, memory=memory, name=name, tokens=tokens)
+    return as_plain(what, width=_WIDTH)
 
 
 def _render(
@@ -84,111 +82,79 @@ def _render(
     name: str,
     tokens: int | None,
 ) -> RenderableType:
-    title = Text.assemble("Step of ", (name or "the layout", "bold"), f" on {scenario.grid.size:,} ranks")
+    said = findings(scenario, played, gains=gains, path=path, memory=memory)
     parts: list[RenderableType] = [
-        title,
-        Padding(_facts(_overview(scenario, played, tokens=tokens)), (0, 0, 1, 2)),
-        *_titled("Pipeline ranks (means of their replicas)", _pipeline(scenario, played, path)),
-        *_titled("Communication that nothing hides, of the mean rank's step", _exposed(played)),
-        *_titled("The mean rank's step", _seconds(CLASS_WORDS, means(played), played.step_seconds)),
-        *_titled("The critical path", _seconds(PATH_WORDS, path.by_class, path.seconds), on_path(path)),
+        Text.assemble("Step of ", (name or "the layout", "bold"), f" on {scenario.grid.size:,} ranks"),
+        Padding(_facts(_overview(scenario, played, memory=memory, tokens=tokens)), (0, 0, 1, 2)),
+        *_titled("Findings", _bullets(said.first)),
+        *_table(time_table(played, path)),
+        *_table(pipeline_table(played, path)),
     ]
     if gains:
-        parts += _titled("What would help (each alone; gains do not add up)", _gains(gains))
+        table = what_if_table(gains[:_MOST_GAINS])
+        parts += _table(dataclasses.replace(table, title=f"{table.title} (each alone; gains do not add up)", note=""))
     if memory is not None:
-        parts += _titled("Memory of every pipeline rank at its worst moment", memory_table(memory.peaks))
-        parts += [Padding(Text(MEMORY_LEGEND, style="dim"), _INDENT)]
-        parts += [Padding(Text(sentence(text)), _INDENT) for text in memory_findings(memory)]
+        parts += _titled("Memory of every pipeline rank at its worst moment", memory_table(memory.peaks), MEMORY_LEGEND)
+    parts += _titled("More", _bullets(said.more))
     return Group(*parts)
 
 
 def _titled(title: str, *what: RenderableType | str) -> list[RenderableType]:
-    shown = [Padding(Text(one) if isinstance(one, str) else one, _INDENT) for one in what]
+    shown = [Padding(Text(one, style="dim") if isinstance(one, str) else one, _INDENT) for one in what]
     return [Text(title, style="bold"), *shown, Text()]
 
 
-def _overview(scenario: Scenario, played: Played, *, tokens: int | None) -> Iterable[tuple[str, str]]:
+def _table(table: drawing.Table) -> list[RenderableType]:
+    """The first column is words, the others are numbers."""
+    shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
+    for number, column in enumerate(table.columns):
+        shown.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
+    for row in table.rows:
+        shown.add_row(*row)
+    return _titled(table.title, shown, *([table.note] if table.note else []))
+
+
+def _bullets(sentences: Iterable[str]) -> Table:
+    return _grid((("-", one) for one in sentences), style="")
+
+
+def _overview(
+    scenario: Scenario, played: Played, *, memory: StepMemory | None, tokens: int | None
+) -> Iterator[tuple[str, str]]:
     yield "layout", layout_of(scenario)
+    (step, seconds), *rest = summary(played, memory=memory)
     rate = ""
     if tokens:
         per_second = tokens / played.step_seconds
         rate = f"; {format_count(per_second)} tokens/s, {per_second / scenario.grid.size:,.0f} per rank"
-    yield "step", f"{duration(played.step_seconds)}{rate}"
-    over_compute, over_total = percent(played.bubble_over_compute), percent(played.bubble_over_total)
-    if played.bubble_over_compute < 1e-9:
-        yield "bubble", "none: no rank waits for another pipeline rank"
-    else:
-        phases = idle_by_phase(played).sum(axis=1)
-        shares = ", ".join(
-            f"{share:.0%} while the pipeline {words}"
-            for words, share in zip(("fills", "is full", "drains"), phases / phases.sum(), strict=True)
-        )
-        yield "bubble", f"{over_compute} of computing time, {over_total} of both; {shares}"
-    if scenario.grid.size > 1:
-        yield "slowest", slowest_rank(scenario, played)
+    yield step, f"{seconds}{rate}"
+    yield from rest
     lanes = played.lanes.size
     if lanes < scenario.grid.size:
         yield "simulated", f"{lanes:,} of {scenario.grid.size:,} ranks, which the others are like"
     if scenario.loads is not None:
         loads = scenario.loads
+        yield "documents", loads.mix
+        fastest = loads.slowest_over_fastest
         yield (
-            "documents",
-            f"{loads.mix}; the slowest rank has {loads.slowest_over_mean:.2f} times the mean attention of the step",
+            "attention",
+            f"the slowest rank has {loads.slowest_over_mean:.2f} times the mean"
+            + (f" and {fastest:.2f} times the fastest rank's" if np.isfinite(fastest) else "")
+            + (f"; CP ranks wait {loads.waiting_share:.0%} of its time" if scenario.grid.cp > 1 else ""),
         )
     for text in scenario.faults.descriptions():
-        yield "slow", text
+        yield "slow on purpose", text
 
 
 def _facts(rows: Iterable[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold cyan", no_wrap=True)
+    return _grid(rows, style="bold cyan")
+
+
+def _grid(rows: Iterable[tuple[str, str]], *, style: str) -> Table:
+    """A short word and a text, whose lines stay beside it."""
+    table = Table.grid(padding=(0, 2 if style else 1))
+    table.add_column(style=style, no_wrap=True)
     table.add_column()
     for label, text in rows:
         table.add_row(label, Text(text))
-    return table
-
-
-def _numbers(columns: Sequence[str]) -> Table:
-    """A table whose first column is words and whose other columns are numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
-    return table
-
-
-def _pipeline(scenario: Scenario, played: Played, path: CriticalPath) -> Table:
-    idle = idle_by_phase(played)
-    own = own_computing(played).mean(axis=(0, 2, 3))
-    table = _numbers(("pp rank", "computes", *(f"waits: {PHASE_WORDS[0]}", *PHASE_WORDS[1:]), "path"))
-    for pp_rank in range(scenario.grid.pp):
-        waits = (duration(float(seconds)) for seconds in idle[:, pp_rank])
-        table.add_row(str(pp_rank), duration(float(own[pp_rank])), *waits, percent(path.by_pipeline_rank[pp_rank]))
-    return table
-
-
-def _exposed(played: Played) -> Table:
-    table = _numbers(("dimension", "s", "share", "of it waiting"))
-    for dimension, (seconds, waits) in exposed(played).items():
-        table.add_row(
-            f"{dimension}: {DIMENSION_WORDS[dimension]}",
-            duration(seconds),
-            percent(seconds / played.step_seconds),
-            duration(waits),
-        )
-    return table
-
-
-def _seconds(words: dict[str, str], seconds: dict[str, float], whole: float) -> Table:
-    """Parts of a whole that are not nothing."""
-    table = _numbers(("part", "s", "share"))
-    for name, text in words.items():
-        if seconds[name] > 0:
-            table.add_row(text, duration(seconds[name]), percent(seconds[name] / whole))
-    return table
-
-
-def _gains(gains: Sequence[Gain]) -> Table:
-    table = _numbers(("if", "step", "shorter by", "share"))
-    for gain in gains[:_MOST_GAINS]:
-        table.add_row(gain.condition, duration(gain.step_seconds), duration(gain.seconds), percent(gain.share))
     return table

@@ -62,13 +62,13 @@ def simulation_timeline(
         start, end = float(played.start[i][at]), float(played.end[i][at])
         box = _Box(node.pp_rank, kind, node.stage, node.micro_batch, start, end)
         if node.kind in COMPUTE:
-            wait, sentence = found.before[i]
+            wait, sentence, _ = found.before[i]
             cause = sentences.setdefault(sentence, len(sentences)) if sentence else -1
             boxes.append(box._replace(wait=wait, cause=cause))
         elif end > start:
             lanes.append(box)
     if played.step_seconds > played.pipeline_seconds:
-        for pp_rank, (wait, sentence) in enumerate(found.at_end):
+        for pp_rank, (wait, sentence, _) in enumerate(found.at_end):
             cause = sentences.setdefault(sentence, len(sentences)) if sentence else -1
             over = (played.pipeline_seconds, played.step_seconds)
             boxes.append(_Box(pp_rank, _STEP, -1, -1, *over, wait, cause))

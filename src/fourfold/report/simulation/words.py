@@ -1,50 +1,51 @@
-"""What a simulated step is called in tables and sentences."""
+"""What a simulated step is called in tables and sentences, and how its numbers are printed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+import numpy as np
+
+from fourfold.simulator.causes import duration
+from fourfold.simulator.played import Played
 from fourfold.simulator.scenario import Scenario
 
 CLASS_WORDS = {
     "compute": "computing, without attention",
     "attention": "attention",
-    "tp": "TP's transfers",
+    "tp": "exposed TP transfers",
     "tp_wait": "waiting for slower TP peers",
-    "cp": "CP's transfers",
+    "cp": "exposed CP transfers",
     "cp_wait": "waiting for slower CP peers",
-    "pp_wait": "waiting for other pipeline ranks",
-    "dp": "FSDP's collectives, not hidden",
-    "dp_wait": "waiting for slower replicas",
+    "pp_wait": "bubble: waiting for other pipeline ranks",
+    "dp": "exposed FSDP transfers",
+    "dp_wait": "waiting for slower FSDP peers",
     "host": "launched late by the host",
-    "end_wait": "waiting for the last rank to end",
+    "end_wait": "bubble: waiting for the last rank to end",
     "optimizer": "optimizer",
-    "fixed": "fixed for every step",
+    "fixed": "fixed cost per step",
 }
 """`played.CLASSES`, in the order in which they are shown."""
 
 PATH_WORDS = {
-    "compute": "computing, without attention",
-    "attention": "attention",
-    "tp": "TP's collectives",
-    "cp": "CP's collectives",
+    "compute": CLASS_WORDS["compute"],
+    "attention": CLASS_WORDS["attention"],
+    "tp": CLASS_WORDS["tp"],
+    "cp": CLASS_WORDS["cp"],
     "pp": "messages between pipeline ranks",
-    "dp": "FSDP's collectives",
-    "host": "launched late by the host",
-    "optimizer": "optimizer",
-    "fixed": "fixed for every step",
+    "dp": CLASS_WORDS["dp"],
+    "host": CLASS_WORDS["host"],
+    "optimizer": CLASS_WORDS["optimizer"],
+    "fixed": CLASS_WORDS["fixed"],
 }
-"""`critical.PATH_CLASSES`."""
+"""`critical.PATH_CLASSES`. What both have is called the same."""
 
-DIMENSION_WORDS = {
-    "tp": "tensor parallelism",
-    "cp": "context parallelism",
-    "pp": "messages between pipeline ranks, the bubble included",
-    "dp": "FSDP over dp x cp",
-}
+DIMENSION_NAMES = {"tp": "TP", "cp": "CP", "dp": "FSDP"}
+"""Of collectives. What messages between pipeline ranks cost is in the bubble."""
 
-DIMENSION_NAMES = {"tp": "TP", "cp": "CP", "pp": "PP", "dp": "FSDP"}
-
-PHASE_WORDS = ("fills", "full", "drains")
-"""Of `causes.PHASES`, as heads of columns."""
+_DIGITS = 4  # of the largest number of a column
+_ROUNDING = 1e-9  # of the largest: what is less is nothing
 
 
 def layout_of(scenario: Scenario) -> str:
@@ -56,11 +57,55 @@ def layout_of(scenario: Scenario) -> str:
     return f"tp {grid.tp} cp {grid.cp} pp {grid.pp} dp {grid.dp}, {kind}, {batches}, ZeRO-{schedule.zero}"
 
 
+def alike(played: Played) -> bool:
+    """Whether one replica of the pipeline was simulated for all."""
+    return played.lanes.dp * played.lanes.cp * played.lanes.tp == 1
+
+
 def percent(share: float) -> str:
     """12.3%, and what is less than 0.1% but not nothing."""
     return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
 
 
+def bubble_words(played: Played) -> str:
+    """1.07 s, 7.4% of the step (10.3% of forwards and backwards)."""
+    if played.bubble_over_compute < _ROUNDING:
+        return "none"
+    return (
+        f"{duration(played.bubble_seconds)}, {percent(played.bubble_over_step)} of the step "
+        f"({percent(played.bubble_over_compute)} of forwards and backwards)"
+    )
+
+
 def sentence(text: str) -> str:
     """With a capital and a full stop."""
     return f"{text[0].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
+
+
+def listed(parts: Iterable[str]) -> str:
+    """One, two and three."""
+    *first, last = parts
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def column(seconds: Iterable[float]) -> list[str]:
+    """Durations in one unit and with as many decimals, so that they compare at a glance: 4.460 s, 0.986 s, <0.001 s."""
+    values = list(seconds)
+    most = max(map(abs, values), default=0.0)
+    unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if most >= size), ("us", 1e-6))
+    decimals = max(0, _DIGITS - 1 - int(np.floor(np.log10(most / size)))) if most else 0
+    least = 10.0**-decimals
+
+    def shown(value: float) -> str:
+        if abs(value) <= _ROUNDING * most:
+            return "0"
+        return f"<{least:g} {unit}" if 0 < value / size < 0.5 * least else f"{value / size:,.{decimals}f} {unit}"
+
+    return [shown(value) for value in values]
+
+
+def grouped(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Rows of pipeline ranks from 0 on, those with equal neighbours as one: "1-14"."""
+    for cells, equal in groupby(enumerate(rows), key=lambda row: row[1]):
+        numbers = [number for number, _ in equal]
+        yield (str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}", *cells)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fourfold.planner.search.exact import play_exactly
 from fourfold.planner.timing.step import parts
-from fourfold.simulator.figures.figure import Figure, Panel, Series, Values
-from fourfold.simulator.figures.small_scale import HOP, small_job, small_stack, tflops
+from fourfold.simulator.figures.figure import Difference, Figure, Panel, Series, Values
+from fourfold.simulator.figures.small_scale import HOP, SHARE, small_job, small_stack, tflops
 
 MICRO_BATCHES = 12
 FORWARDS_FIRST = "all forwards first"
@@ -17,7 +17,9 @@ PUBLISHED_GB = {"AFAB": 49.1, "1F1B": 42.5, "flexible": 46.4}
 ASSUMPTIONS = (
     "Printed: 26 of 405B's layers, pp 4, v 7, 12 micro-batches; the first stage is the embedding alone, the last the "
     "head alone (28 - 2 layers).",
-    "Not printed: dp 2, so 64 GPUs, and ZeRO-1. With dp 1 every bar would be 17 GB higher, with dp 4 8 GB lower.",
+    "Not printed: dp and ZeRO. dp 2, so 64 GPUs, and ZeRO-1 are chosen because they fit: with dp 1 every bar would be "
+    "17 GB higher, with dp 4 8 GB lower. So how high the bars are is no finding, how far they are apart is in part.",
+    SHARE,
     "AFAB is one round of 12, as the paper counts it beside 3 and 2 rounds, in the flexible schedule's own order: "
     "backwards begin after (v - 1) nc + 2 (pp - rank - 1) forwards, so that 79 to 73 (micro-batch, chunk) pairs are in "
     "flight. The last bar is the order in which all 84 forwards of a rank come first.",
@@ -40,15 +42,16 @@ def figure() -> Figure:
         ("Memory of the fullest rank", "GB", PUBLISHED_GB, memory, 0.1),
         ("Memory above that of 1F1B", "GB", _above(PUBLISHED_GB), _above(memory), 0.15),
     )
+    made = tuple(
+        Panel(title, unit, "schedule", (Series(title, _shown(published, ours), ours),), reading_error=error)
+        for title, unit, published, ours, error in panels
+    )
     return Figure(
         number="9",
         title="Pipeline schedules: speed and memory",
-        panels=tuple(
-            Panel(title, unit, "schedule", (Series(title, _shown(published, ours), ours),), reading_error=error)
-            for title, unit, published, ours, error in panels
-        ),
-        assumptions=ASSUMPTIONS,
-        differences=_differences(speed, memory, hop),
+        panels=made,
+        assumptions=(*ASSUMPTIONS, _which_afab(speed, memory)),
+        differences=_differences(made, speed, memory, hop),
     )
 
 
@@ -65,26 +68,47 @@ def _above(values: dict[str, float]) -> dict[str, float]:
     return {name: value - values["1F1B"] for name, value in values.items() if name != "1F1B"}
 
 
-def _differences(speed: dict[str, float], memory: dict[str, float], hop: float) -> tuple[str, ...]:
-    """`hop`: of a chunk's forward."""
-    behind = {name: 100 - share for name, share in _relative(speed).items()}
-    high = {name: memory[name] - gb for name, gb in PUBLISHED_GB.items()}
-    faster = 100 * speed["flexible"] / PUBLISHED_TFLOPS["flexible"] - 100
+def _which_afab(speed: dict[str, float], memory: dict[str, float]) -> str:
     more, pure = memory[FORWARDS_FIRST] - memory["AFAB"], memory[FORWARDS_FIRST] - PUBLISHED_GB["AFAB"]
+    return (
+        f"Which AFAB: with all forwards first a rank holds 84 pairs instead of 77, {more:.1f} GB more, {pure:.1f} GB "
+        f"above the bar. That step is also {100 - _relative(speed)[FORWARDS_FIRST]:.1f} % slower than the flexible, "
+        "because nothing fills the time in which the last stage, half a layer long, turns round; were head and loss as "
+        "long as a layer, it would be as fast. The bars show neither, so one round of the flexible order is chosen."
+    )
+
+
+def _differences(
+    panels: tuple[Panel, ...], speed: dict[str, float], memory: dict[str, float], hop: float
+) -> tuple[Difference, ...]:
+    """`hop`: of a chunk's forward."""
+    relative, absolute, bars, above = panels
+    high = [memory[name] - gb for name, gb in PUBLISHED_GB.items()]
+    faster = 100 * speed["flexible"] / PUBLISHED_TFLOPS["flexible"] - 100
     grows = _above(memory)["AFAB"] - _above(memory)["flexible"]
     return (
-        f"1F1B is {behind['1F1B']:.1f} % behind, published 0.8 %: a hop takes {hop:.1%} of a chunk's forward here, "
-        "its latency with it; 4.2 % would give 0.8 %.",
-        f"With all forwards first a rank holds 84 pairs instead of 77, {more:.1f} GB more: {pure:.1f} GB above the "
-        f"bar, where 1F1B and flexible are {high['1F1B']:.1f} and {high['flexible']:.1f} GB above theirs. That step is "
-        f"also {behind[FORWARDS_FIRST]:.1f} % slower than the flexible one, because nothing fills the time in which "
-        "the last stage, half a layer long, turns round; were head and loss as long as a layer, it would be as fast. "
-        "The bars show neither, so we take the paper's AFAB for one round of the flexible order.",
-        f"TFLOP/s are {faster:.0f} % above the published ones: stack `meta` is fitted to the production runs, whose "
-        "layers were faster (400 TFLOP/s at a bubble of 12 %, where these have 402 at 4 %). Between schedules that "
-        "cancels out.",
-        f"Memory is {min(high.values()):.1f} to {max(high.values()):.1f} GB high, alike for all: 1.0 GB of it are what "
-        "we count for a moment of backward and for buffers; the rest is 1 % of what depends on an unprinted dp.",
-        "From flexible to AFAB rank 1 has 36 pairs of 0.33 GB more, and 6 of its 7 sums of gradients, 1.59 GB each, "
-        f"less (Figure 4): {grows:.1f} GB in all, published 2.7. One pair is 0.33 GB.",
+        Difference(
+            f"1F1B is {100 - _relative(speed)['1F1B']:.1f} % behind, published 0.8 %: a hop takes {100 * hop:.1f} % "
+            "of a chunk's forward here, its latency with it; 4.2 % would give 0.8 %.",
+            relative.beyond(),
+        ),
+        Difference(
+            f"TFLOP/s are {faster:.0f} % above the published ones: stack `meta` is fitted to production runs, whose "
+            "layers were faster (400 TFLOP/s at a bubble of 12 %, where these have 402 at 4 %). Between schedules that "
+            "cancels out.",
+            absolute.beyond(),
+        ),
+        Difference(
+            f"Memory is {min(high):.1f} to {max(high):.1f} GB high, nearly alike for all: 1.0 GB is what we count for "
+            f"a moment of backward and for buffers, which the paper does not print. The other {min(high) - 1:.1f} to "
+            f"{max(high) - 1:.1f} GB are about 1 % of the bars.",
+            bars.beyond(),
+            explained=False,
+        ),
+        Difference(
+            "From flexible to AFAB rank 1 has 36 pairs of 0.33 GB more, and 6 of its 7 sums of gradients, 1.59 GB "
+            f"each, less (Figure 4): {grows:.1f} GB in all, published 2.7. What is missing is as much as one pair.",
+            above.beyond(),
+            explained=False,
+        ),
     )

@@ -22,6 +22,12 @@ HOP = (
     "stack `meta`, fitted to production on 16,384 GPUs, reaches 73 %."
 )
 
+SHARE = (
+    "A (micro-batch, layer) pair holds 0.33 GB because Figures 9 and 10 say so: stack `meta` keeps 62 % of the full "
+    "inventory of activations, a share read off the slope of Figure 10 and a gap of Figure 9 (facts.md 2.4). Agreement "
+    "in what a pair adds is no finding; how many pairs each rank has, and what else it holds, is."
+)
+
 
 @cache
 def small_stack() -> Stack:

@@ -10,6 +10,9 @@ class Boxes {
     this.longest = 0;
     for (let i = 0; i < this.start.length; i++) this.longest = Math.max(this.longest, this.end[i] - this.start[i]);
     this.byMicroBatch = null;
+    // Of each box, which of the theme's colours.
+    this.names = this.kinds.flatMap(({ name }) => Array.from({ length: data.chunks }, (_, i) => `${name}-${i}`));
+    this.shade = Uint16Array.from(this.kind, (kind, i) => kind * data.chunks + Math.min(this.chunk(i), data.chunks - 1));
   }
 
   has(names) {
@@ -25,13 +28,15 @@ class Boxes {
   }
 
   colour(i) {
-    const { colours } = this.kinds[this.kind[i]];
-    return colours[Math.min(this.chunk(i), colours.length - 1)];
+    return theme.colour(this.names[this.shade[i]]);
+  }
+
+  channels(i) {
+    return theme.channels(this.names[this.shade[i]]);
   }
 
   ink(i) {
-    const { inks } = this.kinds[this.kind[i]];
-    return inks[Math.min(this.chunk(i), inks.length - 1)];
+    return theme.colour(`${this.names[this.shade[i]]}-ink`);
   }
 
   /** As schedules write it: 3F7, 3GATHER. */
@@ -43,6 +48,21 @@ class Boxes {
   /** In a box: the micro-batch, or what it is that belongs to none. */
   label(i) {
     return this.microBatch[i] < 0 ? this.kindName(i) : String(this.microBatch[i]);
+  }
+
+  /** Of a row, the letters of the longest number in a box. */
+  widestLabel(row) {
+    let most = 0;
+    for (let i = this.first[row]; i < this.first[row + 1]; i++) {
+      if (this.microBatch[i] >= 0) most = Math.max(most, this.label(i).length);
+    }
+    return most;
+  }
+
+  rowOf(i) {
+    let row = 0;
+    while (this.first[row + 1] <= i) row++;
+    return row;
   }
 
   words(i) {

@@ -1,6 +1,6 @@
 /* The stretch of time that timeline and memory show, and where it lies on them. */
 
-const AXIS_HEIGHT = 30; // pixels
+const AXIS_HEIGHT = 34; // pixels
 const CLOSEST = 1e-6; // of the step: the smallest stretch that is shown
 
 class Frame {
@@ -14,6 +14,7 @@ class Frame {
     this.left = this.right = 0;
     this.listeners = [];
     this.pointer = null; // the time under the pointer, shown by both charts
+    this.chosen = null; // the time of what was selected last
   }
 
   place(left, right) {
@@ -41,8 +42,14 @@ class Frame {
     this.tell("draw");
   }
 
+  /** What is zoomed around: what is under the pointer, else what is selected and seen, else the middle. */
+  get centre() {
+    const seen = (time) => time !== null && time >= this.from && time <= this.to;
+    return [this.pointer, this.chosen].find(seen) ?? (this.from + this.to) / 2;
+  }
+
   /** Shows `factor` times as much time; what is at `time` stays where it is. */
-  zoom(factor, time = (this.from + this.to) / 2) {
+  zoom(factor, time = this.centre) {
     this.show(time - (time - this.from) * factor, time + (this.to - time) * factor);
   }
 
@@ -75,7 +82,7 @@ class Frame {
 
   words() {
     const text = `${instant(this.from, this.instants)} to ${instant(this.to, this.instants)}`;
-    return this.whole ? `whole step: ${instant(this.span, this.instants)}` : text;
+    return this.whole ? `whole step: ${quantity(this.span, this.unit)}` : text;
   }
 
   /** Round instants about `spacing` pixels apart, and how many decimals they need. */
@@ -92,9 +99,9 @@ class Frame {
 
   /** The axis, its labels' middle at `y`, and lines through the chart from `top` to `bottom`. */
   drawAxis(context, y, top, bottom) {
-    const { times, decimals } = this.ticks(110);
+    const { times, decimals } = this.ticks(130);
     const { name, scale } = this.instants;
-    context.font = font(14);
+    context.font = font(textSize(0.9));
     context.textBaseline = "middle";
     context.textAlign = "center";
     context.fillStyle = theme.colour("faint");

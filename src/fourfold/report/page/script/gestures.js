@@ -8,6 +8,13 @@ addEventListener("scroll", (event) => {
   if (event.target === document) lastScroll = performance.now();
 }, { passive: true });
 
+/** The chart under the pointer: keys are meant for it, even if it has not the focus. */
+let under = null;
+addEventListener("keydown", (event) => {
+  const elsewhere = event.target.closest?.("select, .plot") || event.key === "ArrowUp" || event.key === "ArrowDown";
+  if (under && !elsewhere) under(event);
+});
+
 /**
  * @param host the element that has the focus and the pointer.
  * @param frame what is zoomed and moved.
@@ -71,10 +78,13 @@ function listen(host, frame, on) {
     if (!pointers.has(event.pointerId)) on.leave();
   });
   host.addEventListener("dblclick", (event) => frame.zoom(0.4, frame.time(at(event)[0])));
-  host.addEventListener("keydown", (event) => {
+  const key = (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (timeKey(frame, event.key) || on.key(event.key)) event.preventDefault();
-  });
+  };
+  host.addEventListener("keydown", key);
+  host.addEventListener("pointerenter", () => (under = key));
+  host.addEventListener("pointerleave", () => (under = null));
 }
 
 /** What a key does to the stretch of time; false: nothing. */

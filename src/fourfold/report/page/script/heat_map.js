@@ -3,15 +3,16 @@
 /* From low to high: matplotlib's viridis at nine places. It is read alike by everyone, also in grey. */
 const HEAT = ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725"];
 const SHADES = 256;
-const WANTED_HEIGHT = 540; // pixels; ranks of many DP groups are laid out side by side to keep to it
+const [BELOW, ABOVE] = ["#f28cc8", "#e8382c"]; // of the few that are so far from the others that the scale ends before
+const WANTED_HEIGHT = 460; // pixels; ranks of many DP groups are laid out side by side to keep to it
 const LARGEST_CELL = 40;
 const SMALLEST_CELL = 2;
-const TOP = 24; // for the labels of PP
+const TOP = 28; // for the labels of PP
 const BAND_GAP = 22;
 
 /** HEAT as [red, green, blue] in 256 steps. */
 function heatColours() {
-  const anchors = HEAT.map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
+  const anchors = HEAT.map(channelsOf);
   return Array.from({ length: SHADES }, (_, shade) => {
     const at = (shade / (SHADES - 1)) * (anchors.length - 1);
     const low = Math.min(Math.floor(at), anchors.length - 2);
@@ -24,12 +25,8 @@ class HeatMap {
     Object.assign(this, { host, data });
     this.values = readColumn(bytes, data.values);
     [this.dp, this.pp, this.cp, this.tp] = data.shape;
-    this.colours = heatColours();
-    [this.low, this.high] = [Infinity, -Infinity];
-    for (const value of this.values) {
-      if (value < this.low) this.low = value;
-      if (value > this.high) this.high = value;
-    }
+    this.colours = [...heatColours(), ...[BELOW, ABOVE].map(channelsOf)];
+    [this.low, this.high] = [data.low, data.high];
     this.showScale(scale);
     this.hovered = -1;
     this.surface = new Surface(host, { draw: () => this.draw(), mark: () => this.mark() });
@@ -42,17 +39,28 @@ class HeatMap {
   }
 
   showScale(scale) {
-    const [low, bar, high] = scale.children;
-    scale.hidden = !(this.low <= this.high);
-    low.textContent = quantity(this.low, this.data.unit);
-    high.textContent = quantity(this.high, this.data.unit);
+    const { unit } = this.data;
+    const [below, low, bar, high, above] = scale.children;
+    scale.hidden = this.values.every(Number.isNaN);
+    low.textContent = quantity(this.low, unit);
+    high.textContent = this.high > this.low ? quantity(this.high, unit) : "";
     bar.style.background = `linear-gradient(to right, ${HEAT.join(", ")})`;
+    bar.hidden = !(this.high > this.low);
+    const ends = [[below, (value) => value < this.low, "down", BELOW], [above, (value) => value > this.high, "up", ABOVE]];
+    for (const [place, isOut, direction, colour] of ends) {
+      const out = this.values.filter(isOut);
+      place.hidden = !out.length;
+      if (!out.length) continue;
+      const furthest = out.reduce(direction === "up" ? (a, b) => Math.max(a, b) : (a, b) => Math.min(a, b));
+      const ranks = out.length === 1 ? "1 rank: " : `${out.length} ranks, ${direction} to `;
+      place.replaceChildren(make("span", `${ranks}${quantity(furthest, unit)}`, colour));
+    }
   }
 
   /** Where everything is, for a width: how many bands the DP groups are laid side by side in, how large a cell is. */
   place(width) {
     const ratio = window.devicePixelRatio || 1;
-    const number = 9 * String(this.dp - 1).length;
+    const number = 11 * String(this.dp - 1).length;
     const columns = this.pp * this.tp;
     const plan = (bands) => {
       const perBand = Math.ceil(this.dp / bands);
@@ -70,8 +78,8 @@ class HeatMap {
     const wanted = Math.max(best.cell, Math.min(best.across, SMALLEST_CELL));
     this.cell = Math.max(Math.floor(wanted * ratio), 1) / ratio;
     this.line = this.cell >= 6 ? 2 : 1; // between blocks
-    // A line between DP groups, where they are but a row high between every eight.
-    this.every = this.cp > 1 || this.cell >= 8 ? 1 : 8;
+    // A line between DP groups, where they are but a row high between every eight: cells have lines of their own.
+    this.every = this.cp > 1 ? 1 : 8;
     Object.assign(this, { labels: best.labels, bands: best.bands, perBand: best.perBand });
     this.bandWidth = Math.max(columns * this.cell + (this.pp - 1) * this.line, best.labels ? 0 : number);
     this.pitch = this.labels + this.bandWidth + best.gap;
@@ -128,7 +136,10 @@ class HeatMap {
     return this.rank(dp, pp, rows % this.cp, tp);
   }
 
+  /** The index of a colour: of the scale, or one of the two after it. */
   shade(value) {
+    if (value < this.low) return SHADES;
+    if (value > this.high) return SHADES + 1;
     if (this.high === this.low) return SHADES >> 1;
     return Math.round(((value - this.low) / (this.high - this.low)) * (SHADES - 1));
   }
@@ -137,7 +148,7 @@ class HeatMap {
     const { context } = this.surface;
     this.surface.clear(context);
     this.drawCells();
-    context.font = font(13);
+    context.font = font(textSize(0.8));
     context.fillStyle = theme.colour("quiet");
     for (let band = 0; band < this.bands; band++) this.drawLabels(context, band);
     for (const where of this.data.marked) this.ring(context, this.rank(...where));
@@ -152,7 +163,7 @@ class HeatMap {
     // Red is the first byte of a pixel, and so the lowest of a little-endian number.
     const colours = this.colours.map(([red, green, blue]) => (255 << 24) | (blue << 16) | (green << 8) | red);
     const size = Math.round(this.cell * ratio);
-    const inner = size >= 10 ? size - 1 : size; // a line between cells that are large enough
+    const inner = size >= 4 ? size - 1 : size; // a line between cells that are large enough
     for (let rank = 0; rank < this.values.length; rank++) {
       if (Number.isNaN(this.values[rank])) continue;
       const [x, y] = this.corner(rank).map((at) => Math.round(at * ratio));
@@ -180,14 +191,14 @@ class HeatMap {
     context.fillText("dp", this.left(band) - 6, TOP - 7);
     context.textAlign = "center";
     context.fillText("pp", this.left(band) + this.bandWidth + 11, TOP - 7);
-    const everyPp = roundUp(24 / block);
+    const everyPp = roundUp(28 / block);
     for (let pp = 0; pp < this.pp; pp += everyPp) {
       const [x] = this.corner(this.rank(first, pp, 0, 0));
       context.fillText(String(pp), x + (block - this.line) / 2, TOP - 7);
     }
     context.textAlign = "right";
     context.textBaseline = "middle";
-    const everyDp = roundUp(15 / (this.cp * this.cell));
+    const everyDp = roundUp(18 / (this.cp * this.cell));
     for (let dp = first; dp < last; dp += everyDp) {
       const [x, y] = this.corner(this.rank(dp, 0, 0, 0));
       context.fillText(String(dp), x - 6, y + Math.max((this.cp * this.cell) / 2, 6));

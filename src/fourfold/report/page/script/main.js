@@ -49,7 +49,7 @@ function placeFrame(frame, timeline, memory) {
   const chart = timeline ?? memory;
   const width = chart.host.clientWidth;
   const wanted = Math.max(timeline ? timeline.labelWidth() : 0, 96);
-  frame.place(Math.round(Math.min(wanted, width * 0.3)), width - (timeline ? 64 : 12));
+  frame.place(Math.round(Math.min(wanted, width * 0.3)), width - (timeline ? textSize(4.2) : 12));
 }
 
 function shown(frame, charts, what) {
@@ -65,7 +65,11 @@ function connect(frame, timeline, memory) {
     memory.select(row);
     rank.value = String(row);
     element("peak").textContent = memory.data.peaks[row];
-    for (const line of element("peaks").rows) line.classList.toggle("chosen", line.dataset.row === String(row));
+    for (const line of element("peaks").rows) {
+      line.classList.toggle("chosen", row >= Number(line.dataset.row) && row <= Number(line.dataset.last));
+    }
+    const has = memory.partsOf(row);
+    for (const entry of document.querySelectorAll("[data-part]")) entry.hidden = !has[entry.dataset.part];
   };
   for (const chart of [timeline, memory]) if (chart) chart.onSelect = select;
   rank?.addEventListener("change", () => select(Number(rank.value)));
@@ -80,6 +84,7 @@ function connect(frame, timeline, memory) {
   for (const button of document.querySelectorAll("[data-do]")) {
     button.addEventListener("click", does[button.dataset.do]);
   }
+  element("others")?.addEventListener("change", ({ target }) => memory.showOthers(target.checked));
   element("lanes")?.addEventListener("change", ({ target }) => timeline.showLanes(target.checked));
 }
 
@@ -105,13 +110,30 @@ function connectTheme(charts) {
     usual();
   });
   system.addEventListener("change", usual);
-  addEventListener("beforeprint", () => {
-    apply(false);
-    for (const chart of charts) chart.surface.paint();
-  });
-  addEventListener("afterprint", usual);
+  connectPrint(charts, apply, usual);
   button.hidden = false;
   usual();
+}
+
+/** On paper everything is light, unfolded, and as tall as it is: paper cannot be scrolled. */
+function connectPrint(charts, apply, usual) {
+  let opened = [];
+  addEventListener("beforeprint", () => {
+    opened = [...document.querySelectorAll("details:not([open])")];
+    for (const details of opened) details.open = true;
+    document.body.classList.add("printing");
+    apply(false);
+    for (const chart of charts) {
+      chart.resize();
+      chart.surface.paint();
+    }
+  });
+  addEventListener("afterprint", () => {
+    for (const details of opened) details.open = false;
+    document.body.classList.remove("printing");
+    for (const chart of charts) chart.resize();
+    usual();
+  });
 }
 
 // Before anything is painted; the charts wait for the end of the document, and for their numbers.

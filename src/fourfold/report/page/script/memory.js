@@ -1,4 +1,4 @@
-/* Live bytes (or what else is held) over the timeline's time: one rank by kind as areas, every rank's sum as a line. */
+/* Live bytes (or what else is held) over the timeline's time: one rank by kind as areas, the others' sums as lines. */
 
 const DENSE = 4; // pixels: where a line has more than a step in as many, its upper edge is drawn instead ...
 const COARSE = 12; // ... in columns of as many, or many lines would become one grey band
@@ -14,8 +14,9 @@ class Memory {
     const largest = Math.max(0, ...this.peak.map((i) => (i < 0 ? 0 : this.totals[i])));
     // The limit is drawn if it does not press the curves flat.
     this.limit = data.capacity && data.capacity < 3 * largest ? data.capacity : null;
-    this.top = Math.max(largest, this.limit ?? 0) * 1.06 || 1;
+    this.top = Math.max(largest, this.limit ?? 0) * 1.16 || 1; // with room for a text above
     this.selected = 0;
+    this.withOthers = false;
     this.onSelect = (row) => this.select(row); // when a row is chosen here
     this.surface = new Surface(host, { draw: () => this.draw(), mark: () => this.mark() });
     listen(host, frame, {
@@ -112,15 +113,9 @@ class Memory {
     context.rect(frame.left, 0, frame.right - frame.left, surface.height);
     context.clip();
     const areas = this.columns(this.selected, 1);
-    context.globalAlpha = 0.8; // as .areas in page.css: the lines stay visible
+    context.globalAlpha = 0.9; // as .areas in page.css: the lines stay visible
     this.drawAreas(context, areas);
-    context.lineWidth = 1;
-    // Many lines are not to hide the areas.
-    context.globalAlpha = Math.min(0.5, Math.max(0.12, 8 / this.data.rows.length));
-    context.strokeStyle = theme.colour("ink");
-    for (let row = 0; row < this.data.rows.length; row++) {
-      if (row !== this.selected) this.drawLine(context, this.columns(row, this.dense(row) ? COARSE : 1));
-    }
+    if (this.withOthers) this.drawOthers(context);
     context.globalAlpha = 1;
     context.lineWidth = 2;
     context.strokeStyle = theme.colour("ink");
@@ -131,10 +126,31 @@ class Memory {
     Object.assign(this.host.dataset, { from: frame.from, to: frame.to, left: frame.left, right: frame.right });
   }
 
+  /** Thin and pale: many lines are not to hide the areas. */
+  drawOthers(context) {
+    context.lineWidth = 1;
+    context.globalAlpha = Math.min(0.5, Math.max(0.15, 6 / this.data.rows.length));
+    context.strokeStyle = theme.colour("ink");
+    for (let row = 0; row < this.data.rows.length; row++) {
+      if (row !== this.selected) this.drawLine(context, this.columns(row, this.dense(row) ? COARSE : 1));
+    }
+  }
+
+  showOthers(shown) {
+    this.withOthers = shown;
+    this.surface.ask("draw");
+  }
+
+  /** Which parts a row ever has. */
+  partsOf(row) {
+    const steps = Array.from({ length: this.first[row + 1] - this.first[row] }, (_, i) => this.first[row] + i);
+    return this.data.parts.map((_, part) => steps.some((i) => this.bytes(row, part, i) > 0));
+  }
+
   drawScale(context) {
     const [name, unit] = isBytes(this.data.quantity) ? BYTES.find(([, size]) => this.top >= size) ?? BYTES[4] : ["", 1];
-    const step = roundStep((this.top / unit) * 0.17);
-    context.font = font(14);
+    const step = roundStep(Math.max((this.top / unit) * 0.17, name ? 0 : 1)); // what is counted has no halves
+    context.font = font(textSize(0.9));
     context.textAlign = "right";
     context.textBaseline = "middle";
     for (let value = 0; value * unit <= this.top; value += step) {
@@ -183,15 +199,23 @@ class Memory {
     context.stroke();
   }
 
+  /** On a ground of its own, so that it is seen on any area. Its name is on that side of it where the curve is not. */
   drawLimit(context) {
+    const { left, right } = this.frame;
     const y = Math.round(this.y(this.limit));
+    context.fillStyle = theme.colour("paper");
+    context.fillRect(left, y - 3, right - left, 6);
     context.fillStyle = theme.colour("alarm");
-    for (let x = this.frame.left; x < this.frame.right; x += 12) context.fillRect(x, y - 1, 8, 2);
-    const words = `capacity ${this.words(this.limit)}`;
-    context.font = font(14, 600);
-    context.textAlign = "right";
+    for (let x = left; x < right; x += 15) context.fillRect(x, y - 1.5, 10, 3);
+    context.font = font(textSize(0.9), 600);
+    context.textAlign = "left";
     context.textBaseline = "alphabetic";
-    this.text(context, words, this.frame.right - 6, y - 6 < 14 ? y + 18 : y - 6);
+    const words = `memory of one GPU ${this.words(this.limit)}`;
+    const over = this.frame.time(left + 20 + context.measureText(words).width);
+    let above = this.at(this.selected, this.frame.from);
+    const last = this.at(this.selected, over);
+    while (above < last && !(this.totals[above] > this.limit)) above++;
+    this.text(context, words, left + 8, above >= 0 && this.totals[above] > this.limit ? y + textSize(0.9) + 9 : y - 9);
   }
 
   /** A text on a ground of its own, so that it is readable on areas and lines. */
@@ -200,7 +224,8 @@ class Memory {
     const ink = context.fillStyle;
     context.fillStyle = theme.colour("paper");
     context.globalAlpha = 0.85;
-    context.fillRect(context.textAlign === "right" ? x - width + 4 : x - 4, y - 14, width, 19);
+    const size = textSize(0.9);
+    context.fillRect(context.textAlign === "right" ? x - width + 4 : x - 4, y - size, width, size + 5);
     context.globalAlpha = 1;
     context.fillStyle = ink;
     context.fillText(words, x, y);
@@ -219,15 +244,16 @@ class Memory {
     context.strokeStyle = theme.colour("paper");
     context.stroke();
     const amount = isBytes(this.data.quantity) ? bytesText(this.totals[i]) : digits(this.totals[i]);
-    const words = `peak ${amount} at ${instant(this.times[i], frame.instants)}`;
-    context.font = font(14, 600);
+    const words = `peak ${amount} at ${quantity(this.times[i], frame.unit)}`;
+    context.font = font(textSize(0.9), 600);
     context.textBaseline = "alphabetic";
     context.fillStyle = theme.colour("ink");
     const wide = context.measureText(words).width + 14;
     const leftwards = x + wide > frame.right;
     context.textAlign = leftwards ? "right" : "left";
-    const besideLimit = this.limit && Math.abs(y - 13 - this.y(this.limit)) < 14;
-    this.text(context, words, x + (leftwards ? -12 : 12), y < 22 || besideLimit ? y + 24 : y - 8);
+    const size = textSize(0.9);
+    const onLimit = this.limit && Math.abs(y - size - this.y(this.limit)) < size + 2;
+    this.text(context, words, x + (leftwards ? -12 : 12), y < size + 12 || onLimit ? y + size + 14 : y - 9);
   }
 
   mark() {

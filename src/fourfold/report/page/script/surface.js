@@ -3,21 +3,40 @@
 /** Colours of the page's theme, read once per theme. */
 const theme = {
   values: new Map(),
+  parsed: new Map(),
   colour(name) {
     if (!this.values.has(name)) {
       this.values.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
     }
     return this.values.get(name);
   },
+  /** [red, green, blue] of a colour. */
+  channels(name) {
+    if (!this.parsed.has(name)) {
+      this.parsed.set(name, channelsOf(this.colour(name)));
+    }
+    return this.parsed.get(name);
+  },
   forget() {
     this.values.clear();
+    this.parsed.clear();
   },
 };
+
+/** [red, green, blue] of "#rrggbb". */
+function channelsOf(hex) {
+  return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+}
 
 const SANS = 'system-ui, "Segoe UI", Roboto, "Helvetica Neue", "Liberation Sans", Arial, sans-serif';
 
 function font(size, weight = 400) {
   return `${weight} ${size}px ${SANS}`;
+}
+
+/** Pixels of a text that is `part` of the page's usual size, which grows with the window. */
+function textSize(part) {
+  return Math.round(parseFloat(getComputedStyle(document.documentElement).fontSize) * part);
 }
 
 class Surface {

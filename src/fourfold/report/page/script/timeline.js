@@ -3,7 +3,9 @@
 const TRACKS = [["SEND_F"], ["SEND_B"], ["GATHER", "REDUCE"]]; // thin lines under a row, top to bottom
 const TRACK_HEIGHT = 5;
 const ROW_GAP = 3;
-const WAIT_WIDTH = 64; // pixels: an empty stretch as wide says how long it is
+const WAIT_WIDTH = 76; // pixels: an empty stretch as wide says how long it is ...
+const HATCH_WIDTH = 12; // ... and as wide is hatched
+const NARROW = 7; // device pixels: narrower boxes are averaged over the pixels that they share
 
 class Timeline {
   constructor(host, data, bytes, frame) {
@@ -16,7 +18,10 @@ class Timeline {
     this.idle = data.rows.map((_, row) => this.boxes.idle(row, frame.span) / frame.span);
     this.selected = 0;
     this.hovered = null; // what is under the pointer: see find()
+    this.kept = null; // likewise, what was clicked: its words stay
     this.cursor = -1; // the box that the keys n and p are at
+    this.strip = new Strip(); // what the pixels of a row have on them
+    this.widest = data.rows.map((_, row) => this.boxes.widestLabel(row));
     this.onSelect = (row) => this.select(row); // when a row is chosen here
     this.content = document.createElement("div"); // as tall as all rows; the canvas stays where it is
     this.content.className = "content";
@@ -26,7 +31,7 @@ class Timeline {
     listen(host, frame, {
       hover: (x, y) => this.hover(x, y),
       leave: () => this.leave(),
-      click: (x, y) => this.onSelect(this.rowAt(y)),
+      click: (x, y) => this.click(x, y),
       scroll: (by) => host.scrollBy(0, by),
       key: (key) => this.key(key),
     });
@@ -44,7 +49,7 @@ class Timeline {
   }
 
   labelFont(weight) {
-    return font(Math.min(15, this.rowHeight - 1), weight);
+    return font(Math.min(textSize(0.9), this.rowHeight - 3), weight);
   }
 
   resize() {
@@ -83,9 +88,8 @@ class Timeline {
     context.clip();
     const labels = [];
     for (let row = first; row < last; row++) {
-      // A thin line where nothing happens: empty, and yet a row.
-      context.fillStyle = theme.colour("faint");
-      context.fillRect(begin, surface.snap(this.y(row) + (this.rowHeight - ROW_GAP) / 2), end - begin, 1);
+      context.fillStyle = theme.colour("idle");
+      context.fillRect(begin, this.y(row), end - begin, this.rowHeight - ROW_GAP);
       this.drawBoxes(this.boxes, row, this.y(row), this.rowHeight - ROW_GAP, labels);
       if (this.withLanes) this.drawLanes(row);
     }
@@ -103,21 +107,25 @@ class Timeline {
   /** The boxes of a row that can be seen. Those with room for a number are added to `labels`. */
   drawBoxes(boxes, row, y, height, labels, kinds = null) {
     const { surface, frame } = this;
-    const { context } = surface;
-    const pixel = 1 / surface.ratio;
-    let painted = -Infinity; // up to here every pixel has its colour
+    const { context, ratio } = surface;
+    const wide = [];
+    this.strip.clear(Math.ceil((frame.right - frame.left) * ratio));
     for (let i = boxes.firstAfter(row, frame.from); i < boxes.first[row + 1] && boxes.start[i] < frame.to; i++) {
       if (kinds && !kinds.includes(boxes.kindName(i))) continue;
-      let left = surface.snap(Math.max(frame.x(boxes.start[i]), frame.left - 10));
-      const right = Math.max(surface.snap(Math.min(frame.x(boxes.end[i]), frame.right + 10)), left + pixel);
-      if (right <= painted) continue;
-      left = Math.max(left, painted);
-      painted = right;
-      // A gap only between boxes that stay wide enough with it.
-      const width = right - left - (right - left > 5 ? 1 : 0);
+      const left = Math.max(frame.x(boxes.start[i]), frame.left - 10);
+      const right = Math.min(frame.x(boxes.end[i]), frame.right + 10);
+      if ((right - left) * ratio >= NARROW) wide.push([i, left, right]);
+      else this.strip.add((left - frame.left) * ratio, (right - frame.left) * ratio, boxes.channels(i));
+    }
+    this.strip.paint(context, frame.left, y, height, ratio);
+    for (const [i, start, end] of wide) {
+      const [left, right] = [surface.snap(start), surface.snap(end)];
       context.fillStyle = boxes.colour(i);
-      context.fillRect(left, y, width, height);
-      if (labels && width > 8) labels.push([i, Math.max(left, frame.left), Math.min(left + width, frame.right), y]);
+      context.fillRect(left, y, right - left, height);
+      // A line of paper between boxes, which is not the grey of an idle stretch.
+      context.fillStyle = theme.colour("paper");
+      context.fillRect(right - 1, y, 1, height);
+      if (labels) labels.push([i, row, Math.max(left, frame.left), Math.min(right - 1, frame.right)]);
     }
   }
 
@@ -128,40 +136,43 @@ class Timeline {
     });
   }
 
+  /** The micro-batches of boxes that have room for the longest label of their row: all of a kind or none. */
   drawLabels(labels) {
     const { context } = this.surface;
     const height = this.rowHeight - ROW_GAP;
-    const size = Math.min(15, Math.round(height * 0.72));
+    const size = Math.min(textSize(0.95), Math.round(height * 0.75));
     if (size < 8) return;
     context.font = font(size);
     context.textAlign = "center";
     context.textBaseline = "middle";
     const digit = context.measureText("0").width;
-    for (const [i, left, right, y] of labels) {
+    for (const [i, row, left, right] of labels) {
       const text = this.boxes.label(i);
-      if (text.length * digit + 2 > right - left) continue;
+      if (Math.max(text.length, this.widest[row]) * digit + 2 > right - left) continue;
       context.fillStyle = this.boxes.ink(i);
-      context.fillText(text, (left + right) / 2, y + height / 2 + 1);
+      context.fillText(text, (left + right) / 2, this.y(row) + height / 2 + 1);
     }
   }
 
-  /** How long the wider empty stretches of a row last. */
+  /** Hatches the wider idle stretches of a row, and says how long the widest last. */
   drawWaits(row) {
     const { surface, frame, boxes } = this;
     const { context } = surface;
     const perPixel = (frame.to - frame.from) / (frame.right - frame.left);
-    if (this.rowHeight < 16) return;
-    context.font = font(13);
+    const [y, height] = [this.y(row), this.rowHeight - ROW_GAP];
+    context.font = font(Math.min(textSize(0.85), height - 2), 600);
     context.textAlign = "center";
     context.textBaseline = "middle";
-    for (const { from, to } of boxes.gaps(row, frame, WAIT_WIDTH * perPixel)) {
+    for (const { from, to } of boxes.gaps(row, frame, HATCH_WIDTH * perPixel)) {
+      const [left, right] = [Math.max(frame.x(from), frame.left), Math.min(frame.x(to), frame.right)];
+      hatch(context, left, right, y, height);
+      if (this.rowHeight < 16 || right - left < WAIT_WIDTH) continue;
       const text = quantity(to - from, frame.unit);
-      const x = frame.x((Math.max(from, frame.from) + Math.min(to, frame.to)) / 2);
-      const y = this.y(row) + (this.rowHeight - ROW_GAP) / 2 + 1;
-      const half = context.measureText(text).width / 2 + 4;
-      context.clearRect(x - half, y - 3, 2 * half, 4);
-      context.fillStyle = theme.colour("quiet");
-      context.fillText(text, x, y);
+      const half = context.measureText(text).width / 2 + 5;
+      context.fillStyle = theme.colour("idle");
+      context.fillRect((left + right) / 2 - half, y, 2 * half, height);
+      context.fillStyle = theme.colour("ink");
+      context.fillText(text, (left + right) / 2, y + height / 2 + 1);
     }
   }
 
@@ -177,7 +188,7 @@ class Timeline {
     context.fillStyle = theme.colour("ink");
     context.fillText(this.data.rows[row], frame.left - 10, middle, frame.left - 24);
     context.fillStyle = theme.colour("quiet");
-    context.fillText(`${(this.idle[row] * 100).toFixed(1)}%`, surface.width - 4, middle);
+    context.fillText(shareWords(this.idle[row]), surface.width - 4, middle);
     if (row === 0) context.fillText("idle", surface.width - 4, AXIS_HEIGHT / 2);
     if (!chosen) return;
     context.fillStyle = theme.colour("accent");
@@ -185,28 +196,53 @@ class Timeline {
   }
 
   mark() {
-    const { surface, frame, hovered } = this;
+    const { surface, frame, boxes } = this;
     const context = surface.marks;
     surface.clear(context);
     context.save();
     context.beginPath();
     context.rect(frame.left, AXIS_HEIGHT, frame.right - frame.left, surface.height);
     context.clip();
-    if (hovered?.boxes) this.markMicroBatch(context, hovered);
+    const shown = this.hovered?.boxes ? this.hovered : this.kept;
+    if (shown?.boxes) this.markMicroBatch(context, shown);
     frame.drawPointer(context, AXIS_HEIGHT, surface.height);
-    if (hovered?.boxes === this.boxes) {
-      // The wait before the box, as a bar in the middle of the empty stretch.
-      context.fillStyle = theme.colour("alarm");
-      const before = frame.x(hovered.from - this.boxes.wait[hovered.box]);
-      context.fillRect(before, hovered.y + hovered.height / 2 - 2, frame.x(hovered.from) - before, 4);
-    }
-    if (hovered) {
-      const [left, right] = [frame.x(hovered.from), frame.x(hovered.to)];
-      context.strokeStyle = theme.colour("ink");
-      context.lineWidth = 2;
-      context.strokeRect(left, hovered.y, Math.max(right - left, 2), hovered.height);
-    }
+    for (const found of new Set([this.kept, this.hovered])) if (found) this.outline(context, found);
     context.restore();
+    if (this.cursor < 0) return;
+    const middle = frame.x((boxes.start[this.cursor] + boxes.end[this.cursor]) / 2);
+    if (middle >= frame.left && middle <= frame.right) this.pointAt(context, middle, this.y(boxes.rowOf(this.cursor)));
+  }
+
+  /** A frame around a box or an idle stretch, and before a box its wait, along the lower edge. */
+  outline(context, found) {
+    const { frame } = this;
+    const y = this.y(found.row) + found.offset;
+    const [left, right] = [frame.x(found.from), frame.x(found.to)];
+    if (found.boxes === this.boxes) {
+      context.fillStyle = theme.colour("alarm");
+      const before = frame.x(found.from - this.boxes.wait[found.box]);
+      context.fillRect(before, y + found.height - 4, left - before, 4);
+    }
+    context.strokeStyle = theme.colour("ink");
+    context.lineWidth = 2;
+    context.strokeRect(left, y, Math.max(right - left, 2), found.height);
+  }
+
+  /** Two triangles, so that a box is found however narrow it is. */
+  pointAt(context, x, y) {
+    const bottom = y + this.rowHeight - ROW_GAP;
+    context.fillStyle = theme.colour("mark");
+    context.strokeStyle = theme.colour("paper");
+    context.lineWidth = 1.5;
+    for (const [tip, base] of [[y - 1, y - 13], [bottom + 1, bottom + 13]]) {
+      context.beginPath();
+      context.moveTo(x, tip);
+      context.lineTo(x - 8, base);
+      context.lineTo(x + 8, base);
+      context.closePath();
+      context.fill();
+      context.stroke();
+    }
   }
 
   /** The way of the micro-batch under the pointer through all ranks. */
@@ -223,35 +259,56 @@ class Timeline {
     }
   }
 
-  /** What is at a place: a box, a message or an empty stretch {row, y, height, from, to, boxes?, box}; or null. */
+  /** What is at a place: a box, a message or an idle stretch {row, offset, height, from, to, boxes?, box}; or null. */
   find(x, y) {
     const row = this.rowAt(y);
     const time = this.frame.time(x);
     if (row < 0 || x < this.frame.left || x > this.frame.right) return null;
-    const below = y - this.y(row) - (this.rowHeight - ROW_GAP + 1);
+    const height = this.rowHeight - ROW_GAP;
+    const below = y - this.y(row) - (height + 1);
     if (this.withLanes && below >= 0) {
       const track = Math.min(Math.floor(below / TRACK_HEIGHT), this.tracks.length - 1);
       const box = this.lanes.at(row, time, this.tracks[track]);
-      const top = this.y(row) + this.rowHeight - ROW_GAP + 1 + track * TRACK_HEIGHT;
-      return box < 0 ? null : this.found(row, top, TRACK_HEIGHT - 1, this.lanes, box);
+      return box < 0 ? null : this.found(row, height + 1 + track * TRACK_HEIGHT, TRACK_HEIGHT - 1, this.lanes, box);
     }
-    const [top, height] = [this.y(row), this.rowHeight - ROW_GAP];
     const box = this.boxes.at(row, time);
-    if (box >= 0) return this.found(row, top, height, this.boxes, box);
-    return { row, y: top, height, boxes: null, ...this.boxes.gap(row, time, this.frame.span) };
+    if (box >= 0) return this.found(row, 0, height, this.boxes, box);
+    return { row, offset: 0, height, boxes: null, ...this.boxes.gap(row, time, this.frame.span) };
   }
 
-  found(row, y, height, boxes, box) {
-    return { row, y, height, boxes, box, from: boxes.start[box], to: boxes.end[box] };
+  /** `offset` and `height`: pixels, from the top of the row. */
+  found(row, offset, height, boxes, box) {
+    return { row, offset, height, boxes, box, from: boxes.start[box], to: boxes.end[box] };
   }
 
   hover(x, y) {
     this.hovered = this.find(x, y);
     this.frame.point(x >= this.frame.left && x <= this.frame.right ? this.frame.time(x) : null);
     this.surface.ask("mark");
-    if (!this.hovered) return tip.hide();
+    if (!this.hovered || this.same(this.hovered, this.kept)) return tip.hide();
     const place = this.host.getBoundingClientRect();
-    tip.show(place.left + x, place.top + y, this.words(this.hovered));
+    tip.show(place.left + x, place.top + y, this.words(this.hovered), place);
+  }
+
+  same(one, other) {
+    return Boolean(one && other) && one.row === other.row && one.offset === other.offset && one.from === other.from;
+  }
+
+  /** Selects the row, and keeps the words of what is there; of what is kept already it lets go. */
+  click(x, y) {
+    const row = this.rowAt(y);
+    if (row >= 0) this.onSelect(row);
+    const found = this.find(x, y);
+    const again = this.same(found, this.kept);
+    tip.release();
+    if (!found || again) return this.hover(x, y);
+    this.hover(x, y);
+    tip.keep(() => {
+      this.kept = this.frame.chosen = null;
+      this.surface.ask("mark");
+    });
+    this.kept = found;
+    this.frame.chosen = (found.from + found.to) / 2;
   }
 
   leave() {
@@ -265,8 +322,8 @@ class Timeline {
   words({ row, boxes, box, from, to, next }) {
     const { instants, unit } = this.frame;
     const cause = (of, index) => this.data.causes[of.cause[index]] ?? "";
+    const where = this.data.rows[row];
     const lines = [
-      ["on", this.data.rows[row]],
       ["start", instant(from, instants)],
       ["end", instant(to, instants)],
       [boxes ? "takes" : "lasts", quantity(to - from, unit)],
@@ -275,12 +332,12 @@ class Timeline {
       const wait = boxes.wait[box];
       if (boxes === this.boxes) lines.push(["waited before", wait > 0 ? quantity(wait, unit) : "not at all"]);
       return {
-        title: boxes.action(box), words: boxes.words(box), colour: boxes.colour(box), lines, note: cause(boxes, box),
+        title: boxes.action(box), words: `${boxes.words(box)}, on ${where}`, colour: boxes.colour(box), lines, note: cause(boxes, box),
       };
     }
-    if (next < 0) return { title: "empty", lines, note: "Nothing more to do in this step." };
+    if (next < 0) return { title: "idle", words: where, lines, note: "Nothing more to do in this step." };
     lines.push(["then", this.boxes.action(next)]);
-    return { title: "empty", words: "the rank waits", lines, note: cause(this.boxes, next) };
+    return { title: "idle", words: `${where} waits`, lines, note: cause(this.boxes, next) };
   }
 
   select(row) {
@@ -293,7 +350,7 @@ class Timeline {
     if (key === "ArrowUp") this.onSelect(Math.max(this.selected - 1, 0));
     else if (key === "ArrowDown") this.onSelect(Math.min(this.selected + 1, rows - 1));
     else if (key === "n" || key === "p") this.step(key === "n" ? 1 : -1);
-    else if (key === "Escape") this.leave();
+    else if (key === "Escape") this.forget();
     else return false;
     const y = this.selected * this.pitch;
     if (this.y(this.selected) < AXIS_HEIGHT) this.host.scrollTop = y;
@@ -302,14 +359,24 @@ class Timeline {
     return true;
   }
 
+  forget() {
+    this.cursor = -1;
+    this.frame.chosen = null;
+    tip.release();
+    this.leave();
+  }
+
   /** To the next or previous box of the selected row, from what is shown if there was none. */
   step(by) {
     const { boxes, frame, selected: row } = this;
     const [first, end] = [boxes.first[row], boxes.first[row + 1]];
     if (first === end) return;
-    const inside = this.cursor >= first && this.cursor < end;
-    this.cursor = inside ? this.cursor + by : boxes.firstAfter(row, frame.from);
-    this.cursor = Math.min(Math.max(this.cursor, first), end - 1);
+    const inside = (box) => box >= first && box < end;
+    const pointed = this.hovered?.boxes === boxes ? this.hovered.box : -1;
+    const from = [this.cursor, pointed].find(inside);
+    this.cursor = Math.min(Math.max(from === undefined ? boxes.firstAfter(row, frame.from) : from + by, first), end - 1);
+    frame.chosen = (boxes.start[this.cursor] + boxes.end[this.cursor]) / 2;
+    this.host.scrollIntoView({ block: "nearest" });
     frame.reveal(boxes.start[this.cursor], boxes.end[this.cursor]);
     this.hover(frame.x((boxes.start[this.cursor] + boxes.end[this.cursor]) / 2), this.y(row) + this.rowHeight / 2 - 2);
   }

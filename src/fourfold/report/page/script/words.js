@@ -3,24 +3,29 @@
 const SECONDS = [["s", 1], ["ms", 1e-3], ["us", 1e-6]];
 const BYTES = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]];
 
-/** Four digits: 12,345, 3.142, 0.25. */
+/** Three digits: 12,345, 3.14, 0.25. */
 function digits(value) {
-  if (Math.abs(value) >= 999.95) return Math.round(value).toLocaleString("en-US");
-  return String(Number(value.toPrecision(4)));
+  if (Math.abs(value) >= 999.5) return Math.round(value).toLocaleString("en-US");
+  return String(Number(value.toPrecision(3)));
 }
 
 function isBytes(unit) {
   return unit === "B" || unit === "bytes";
 }
 
-/** A number with its unit: 12.35 ms, 44.4 GiB, 21.5 F. */
+/** A number with its unit: 12.3 ms, 44.4 GiB, 21.5 F. */
 function quantity(value, unit) {
   if (Number.isNaN(value)) return "unknown";
   if (isBytes(unit)) return bytesText(value);
   if (unit !== "s") return `${digits(value)} ${unit}`.trim();
-  const fitting = value ? ([, scale]) => Math.abs(value) >= scale * 0.99995 : () => true;
+  const fitting = value ? ([, scale]) => Math.abs(value) >= scale * 0.9995 : () => true;
   const [name, scale] = SECONDS.find(fitting) ?? SECONDS[2];
   return `${digits(value / scale)} ${name}`;
+}
+
+/** 12.3%, and what is less than 0.1% but not nothing. */
+function shareWords(share) {
+  return share > 0 && share < 0.0005 ? "<0.1%" : `${(share * 100).toFixed(1)}%`;
 }
 
 function bytesText(value) {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from fourfold.layout.documents import describe, shards
-from fourfold.simulator.cp_attention import (
+from fourfold.simulator.figures.cp_attention import (
     BLOCK,
     LINK,
     SLOWER,
@@ -67,6 +68,12 @@ class TestTiles:
         """Causal, 512 tokens: tiles of 1, 2, 3, 4 s on two units. They start at 0, 0, 1, 2 and end at 1, 2, 4, 6."""
         assert kernel(unit_gpu(2), ONE, np.array([[512, 512]])) == pytest.approx(6)
 
+    def test_shared_evenly_by_hand(self) -> None:
+        """The same ten seconds over two units; and no unit is quicker than the longest tile, of 4 s."""
+        for units, end in ((2, 5), (4, 4)):
+            gpu = dataclasses.replace(unit_gpu(units), evenly=True)
+            assert kernel(gpu, ONE, np.array([[512, 512]])) == pytest.approx(end)
+
     def test_a_tile_that_reads_and_writes(self) -> None:
         """128 queries in, 128 outputs out, of 128 channels with 2 bytes: 65,536 bytes."""
         gpu = Gpu(attention=1e30, units=4, hbm=4 * 65_536)
@@ -123,9 +130,10 @@ class TestAttention:
         assert one_gpu(self.GPU, Heads(), [131_072]) == pytest.approx(4 * pairs * 16 * 128 / 335e12, rel=0.02)
 
     def test_four_gpus_are_3_89_times_as_fast(self) -> None:
-        """ISCA'25, section 7: attention over 131,072 tokens on four GPUs against one."""
+        """ISCA'25, section 7: attention over 131,072 tokens on four GPUs against one. Figure 13 is read to a point of
+        100, which of four GPUs is 0.04, and 3.89 is rounded."""
         faster = one_gpu(self.GPU, Heads(), [131_072]) / all_gather(self.GPU, Heads(), [131_072], cp=4).total
-        assert faster == pytest.approx(3.89, abs=0.06)
+        assert faster == pytest.approx(3.89, abs=0.045)
 
     def test_documents_leave_ranks_waiting(self) -> None:
         """One document of 32K first: the slowest of four ranks has 2.80 times the mean (algorithms.md 3.7), and a tenth

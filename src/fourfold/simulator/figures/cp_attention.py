@@ -52,9 +52,11 @@ class Gpu:
     units: int
     hbm: float
     """Bytes/s that long streams reach."""
+    evenly: bool = False
+    """Whether units share tiles evenly, which no order of launch betters, instead of taking them in ours."""
 
     @classmethod
-    def of(cls, chip: str) -> Gpu:
+    def of(cls, chip: str, *, evenly: bool = False) -> Gpu:
         """A chip of the planner by name: "h100" has HBM3, "h100-hbm2e" less power and slower memory."""
         names = [one.name for one in CHIPS]
         row, portable = names.index(chip), load_sustained().portable
@@ -62,6 +64,7 @@ class Gpu:
             attention=FLASH_2 * float(portable[row] / portable[names.index("h100")]),
             units=CHIPS[row].units,
             hbm=CHIPS[row].hbm_bandwidth * HBM_SHARE,
+            evenly=evenly,
         )
 
 
@@ -159,7 +162,11 @@ def kernel(
     per_pair = 4 * heads.dim * gpu.units / gpu.attention * (BACKWARD_ATTENTION if backward else 1)
     # Its queries come and its output goes, while the tile multiplies nothing.
     idle = 2 * TILE * heads.dim * VALUE * gpu.units / gpu.hbm
-    busy = _last_end(work * TILE * per_pair + idle, heads.query, gpu.units)
+    tiles = work * TILE * per_pair + idle
+    if gpu.evenly:
+        busy = float(max(tiles.max(), tiles.sum() * heads.query / gpu.units))
+    else:
+        busy = _last_end(tiles, heads.query, gpu.units)
     launched = max(documents, len(runs)) * int(np.ceil(runs[:, 0].max() / TILE))
     return busy + max(0, launched - len(work)) * heads.query * EMPTY / gpu.units
 

@@ -1,0 +1,50 @@
+"""How evenly documents share attention among ranks, as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fourfold.report.drawing import Table
+from fourfold.simulator.loads import Loads
+
+SPLITS = {"head_tail": "head-tail", "per_document": "per document"}
+COLUMNS = (
+    "split",
+    "micro-batch: slowest over mean",
+    "micro-batch: slowest over fastest",
+    "step: slowest over mean",
+    "step: slowest over fastest",
+    "waiting",
+)
+NOTE = (
+    "Attention alone. Micro-batch: its CP ranks, which meet in every layer; the first a mean over all micro-batches, "
+    "the second their median. Step: all ranks, summed over their micro-batches. Waiting: the share of attention's time "
+    "in which the mean rank waits for the slowest of its micro-batch."
+)
+
+
+def documents_table(loads: Sequence[Loads]) -> Table:
+    """A row for each, as `simulator.loads.both_splits` has them of one mix."""
+    mixes = dict.fromkeys(one.mix for one in loads)
+    return Table(
+        title=f"Attention by split of context parallelism: {', '.join(mixes)}",
+        columns=COLUMNS,
+        rows=tuple(
+            (
+                SPLITS[one.strategy],
+                _times(one.slowest_over_mean_per_micro_batch),
+                _times(one.slowest_over_fastest_per_micro_batch),
+                _times(one.slowest_over_mean),
+                _times(one.slowest_over_fastest),
+                f"{one.waiting_share:.1%}",
+            )
+            for one in loads
+        ),
+        note=NOTE,
+    )
+
+
+def _times(factor: float) -> str:
+    """A rank without work is infinitely faster."""
+    return f"{factor:.2f}" if math.isfinite(factor) else "-"
