@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import resource
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -500,6 +501,10 @@ def test_compressed_traces_are_the_same(tmp_path: Path) -> None:
         events = Trace(one).data["traceEvents"]
         assert Trace(other).data["traceEvents"] == events
         assert other.read_bytes() == more.read_bytes()
+        unpacker = zlib.decompressobj(wbits=31)
+        assert unpacker.decompress(other.read_bytes()) == gzip.decompress(other.read_bytes())
+        assert unpacker.eof  # one piece: some viewers read no further than the first
+        assert unpacker.unused_data == b""
 
 
 def test_descriptions_of_groups_are_documented(tmp_path: Path) -> None:

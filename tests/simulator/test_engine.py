@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from fourfold.layout import Grid, Kind, Schedule, compile_program, generate, partition
+from fourfold.layout import Action, Grid, Kind, Schedule, compile_program, generate, partition
 from fourfold.layout.actions import COMPUTE, RECEIVES
 from fourfold.simulator.engine import simulate
 from fourfold.simulator.faults import Faults
@@ -181,6 +181,34 @@ class TestShards:
         played = simulate(scenario(schedule, costs))
         # 0.5 gather, then F 1 beside 0.5 of the second gather; F 1; B 2; B 2 beside the first reduction of 1; 1 more.
         assert played.step_seconds == pytest.approx(0.5 + (1 + 0.1) + 1 + 2 + (2 + 0.2) + 1)
+
+    def test_contention_of_its_own_gradients(self) -> None:
+        """One stage of four layers: three quarters of the reduction run beside the backward, and slow it by a fifth."""
+        schedule = generate(pp=1, v=1, num_micro_batches=1)
+        costs = replace(work(schedule, layers=4), reduce=(1.0,), contention=0.2)
+        # F 1, B 2; 0.75 of the reduction beside it costs 0.15; the first layer's quarter follows alone.
+        assert simulate(scenario(schedule, costs)).step_seconds == pytest.approx(1 + 2 + 0.15 + 0.25)
+
+    def test_computation_hides_a_share_of_what_is_beside_it(self) -> None:
+        """Two stages, reductions of 3, half of the computation beside them hides: of the first, 1 beside 0B0 of 2."""
+        schedule = generate(pp=1, v=2, num_micro_batches=1)
+        costs = replace(work(schedule), reduce=(3.0, 3.0), hidden=0.5)
+        assert simulate(scenario(schedule, costs)).step_seconds == pytest.approx(1 + 1 + 2 + 2 + (3 - 1) + 3)
+
+
+def test_messages_of_a_rank_in_one_queue_by_hand() -> None:
+    """1F1B on two ranks, messages of 5: on lines of its own the first gradient goes as soon as it is made, at 9. In one
+    queue it is behind 0F1's output, whose sender began a tick before: that is on its way from 6 to 11."""
+    schedule = generate(pp=2, num_micro_batches=2, kind="1f1b")
+    costs = work(schedule, message=5.0)
+    ends = {}
+    for way in ("asynchronous", "in-order"):
+        played = simulate(scenario(schedule, costs, receives=way))
+        ends[way] = [
+            played.end[played.graph.where[Action.parse(text)]].item()
+            for text in ("0SEND_F0", "0SEND_F1", "1B0", "1SEND_B0")
+        ]
+    assert ends == {"asynchronous": [6.0, 11.0, 9.0, 14.0], "in-order": [6.0, 11.0, 9.0, 16.0]}
 
 
 def test_every_rank_accounts_for_the_whole_step() -> None:

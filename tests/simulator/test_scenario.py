@@ -119,6 +119,81 @@ class TestAgainstThePlanner:
         row, stack = job(model, tokens=tokens, stack="standard", **layout)
         assert simulate(made(row, stack)).step_seconds == pytest.approx(play_exactly(row, stack).seconds, rel=0.03)
 
+    def test_where_nothing_hides_sharding(self) -> None:
+        """70B with 1,024 tokens per GPU: the collectives take longer than the step's computation can hide."""
+        row, stack = job("llama3-70b", tokens=M, stack="standard", tp=8, dp=128, zero=1)
+        played = simulate(made(row, stack))
+        assert played.share("dp") > 0.3
+        assert played.step_seconds == pytest.approx(play_exactly(row, stack).seconds, rel=0.09)
+
+    def test_halves_of_a_backward_are_the_planners(self) -> None:
+        row, stack = job("llama3-8b", tokens=M, stack="standard", tp=2, pp=4, dp=2, schedule="zb-h1")
+        case = made(row, stack)
+        exact, pieces = play_exactly(row, stack), parts(row, stack)
+        outside = pieces.gather_exposed + pieces.reduce_exposed + pieces.optimizer + pieces.fixed
+        pipeline = exact.seconds - float(pieces.inflation * outside)
+        assert simulate(case.replace(work=case.work.without("dp"))).pipeline_seconds == pytest.approx(pipeline)
+
+    def test_zero_2_without_a_pipeline_reduces_in_its_layers(self) -> None:
+        row, stack = job("llama3-8b", tokens=4 * M, stack="standard", dp=64, zero=2)
+        work = work_of(row, stack, stages_of(row))
+        assert work.layer[Kind.BACKWARD].dp > 0 < work.gather[0]
+        assert work.reduce == (0.0,)
+
+    @pytest.mark.parametrize(
+        "layout",
+        [
+            {"stack": "megatron", "tp": 8, "cp": 16},  # the ring hides K and V behind attention
+            {"stack": "megatron", "tp": 8, "cp": 8, "dp": 2, "zero": 3},  # and layers hide gathers
+            {"stack": "standard", "tp": 8, "cp": 16, "recompute": "full"},
+        ],
+    )
+    def test_documents_change_what_attention_hides(self, layout: dict[str, Any]) -> None:
+        """Even documents are a row with fewer pairs, whatever depends on attention."""
+        row, stack = job("llama3-8b", seq_len=131_072, tokens=M, **layout)
+        loads = loads_of(
+            parse_mix("mean=1024"),
+            seq_len=131_072,
+            micro_batch=1,
+            dp=int(row.dp),
+            micro_batches=int(row.micro_batches),
+            cp=int(row.cp),
+            strategy="per_document",
+            seed=0,
+        )
+        fewer = row.replace(pairs=float(loads.pairs.mean()) * int(row.cp))
+        played = simulate(made(row, stack, loads=loads))
+        assert played.step_seconds == pytest.approx(simulate(made(fewer, stack)).step_seconds, rel=1e-6)
+        assert played.step_seconds == pytest.approx(play_exactly(fewer, stack).seconds, rel=0.03)
+
+
+class TestSlowLinks:
+    def test_what_hides_a_collective_hides_less_of_a_slow_one(self) -> None:
+        """CP's ring behind attention (stack megatron): a link ten times as slow leaves open what is too long for it."""
+        row, stack = job("llama3-70b", seq_len=32_768, tokens=M, stack="megatron", tp=8, cp=2)
+        healthy = work_of(row, stack, stages_of(row), factors=(10.0,))
+        layer, slow = healthy.layer[Kind.FORWARD], healthy.behind(10.0, Kind.FORWARD)
+        # K and V of one KV head for all tokens, half of them from the other rank, at 450 GB/s and less.
+        wire = 2 * 2 * 32_768 * 128 / 2 / 450e9
+        assert layer.cp < 0.1 * wire
+        assert slow.cp > 10 * wire - layer.attention - 0.2 * wire
+        assert slow.compute == layer.compute
+
+    def test_a_slow_link_of_zero_3_is_waited_for(self) -> None:
+        row, stack = job("llama3-8b", tokens=M, stack="standard", dp=16, zero=3)
+        healthy, slow = (simulate(made(row, stack, faults=Faults(links=links))) for links in ({}, {(0, 1): 100.0}))
+        assert slow.step_seconds > 5 * healthy.step_seconds
+
+    def test_replicas_of_zero_3_meet(self) -> None:
+        """All 16 wait for the slow one in every computation, and that is no bubble."""
+        row, stack = job("llama3-8b", tokens=M, stack="standard", dp=16, zero=3)
+        played = simulate(made(row, stack, faults=Faults(ranks={3: 1.5})))
+        assert played.bubble_over_compute == pytest.approx(0, abs=1e-9)
+        waits = played.spent["dp_wait"].ravel()
+        assert waits[3] == pytest.approx(0, abs=1e-9)
+        own = (played.spent["compute"] + played.spent["attention"]).ravel()
+        assert np.allclose(waits + own, own[3])
+
 
 class TestProduction:
     """facts.md 2.3: bubbles of 5 % with bs = 2 pp and of 12 % with bs = pp."""

@@ -54,6 +54,6 @@ def write_drawings(page: Page, *, html: Path | None, png: Path | None, svg: Path
         if path is not None and page.timeline is not None:
             from fourfold.report.pictures import write_timeline
 
-            write_timeline(path, page.timeline, page.memory)
+            write_timeline(path, page.timeline, page.memory, heading=page.heading)
             written.append(f"picture: {path}")
     return written

@@ -319,7 +319,7 @@ def _drawn(page: Page, drawings: Drawings) -> list[str]:
     if drawings.heat_map is not None and page.heat_maps:
         from fourfold.report.pictures import write_heat_map
 
-        write_heat_map(drawings.heat_map, page.heat_maps[0])
+        write_heat_map(drawings.heat_map, page.heat_maps[0], heading=page.heading)
         written.append(f"picture: {drawings.heat_map}")
     return written
 

@@ -49,8 +49,8 @@ def compare_text(found: Sequence[Compared], machines: Cluster) -> str:
         "",
         as_plain(table),
         "",
-        f"Memory is what the fullest rank allocates, of {(machines.chip.hbm_bytes - RESERVED) / GIB:.1f} usable GiB; the "
-        "allocator loses some of these.",
+        f"Memory is what the fullest rank allocates. {(machines.chip.hbm_bytes - RESERVED) / GIB:.1f} GiB are usable, of "
+        "which the allocator loses some.",
     ]
     lines += [f"note: {one.kind}, v {one.virtual_stages}: {one.note}" for one in can if one.note]
     lines += [f"not {one.kind}, v {one.virtual_stages}, nc {one.nc}: {one.refused}" for one in found if one.refused]

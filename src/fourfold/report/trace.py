@@ -8,9 +8,10 @@ truth.json. docs/formats.md has the form.
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 import os
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -35,6 +36,7 @@ _ORIGIN = 1_000_000_000  # ns: when the first step begins
 _EPOCH = 1_774_000_000_000_000_000  # ns since 1970, of the traces' time 0
 _TOGETHER = 16  # ranks whose events are made at once
 _HELD = 2_000  # events of a rank that are held before they are written
+_LEVEL, _GZIP = 5, 31  # of compression; zlib's code for gzip's form with the largest window
 
 
 def write_traces(
@@ -71,7 +73,7 @@ def write_traces(
 
     Raises:
         ValueError: what `check_traces` refuses, or a step that was not played for this.
-        OSError: a file cannot be written; it names the file. Those that were there are as before, and no others.
+        OSError: a file cannot be written; it names the file, and no half of one is left.
     """
     if not played.end and played.graph.nodes:
         raise ValueError("a trace needs the start and end of every node; simulate with keep=True")
@@ -228,6 +230,7 @@ class _Writer:
         self.begins = _ORIGIN + max(map(abs, offsets))
         self._opened: set[Path] = set()
         self._begun: set[int] = set()
+        self._packers = defaultdict(lambda: zlib.compressobj(_LEVEL, wbits=_GZIP))
         world = tuple(range(scenario.grid.size))
         one_channel = scenario.graph.receives != "asynchronous"
         self.traces = {
@@ -257,7 +260,7 @@ class _Writer:
             seconds.append(played.step_seconds)
             begins += round(played.step_seconds * 1e9)
         for path in self._opened:
-            self._append(path, "\n]}\n")
+            self._append(path, "\n]}\n", is_last=True)
         return seconds
 
     def show(self) -> None:
@@ -297,14 +300,16 @@ class _Writer:
         if text := trace.take(least):
             self._append(self.paths[trace.groups.rank], f",\n{text}")
 
-    def _append(self, path: Path, text: str) -> None:
-        """What gzip has compressed in pieces is one file."""
+    def _append(self, path: Path, text: str, *, is_last: bool = False) -> None:
         data = text.encode()
+        if path.suffix == ".gz":
+            packer = self._packers[path]
+            data = packer.compress(data) + (packer.flush() if is_last else b"")
         mode = "ab" if path in self._opened else "wb"  # what an earlier run may have left is no part of this
         self._opened.add(path)
         try:
             with _partial(path).open(mode) as file:
-                file.write(gzip.compress(data, 5, mtime=0) if path.suffix == ".gz" else data)
+                file.write(data)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from None
 

@@ -154,9 +154,8 @@ class _PipelineRank:
 
     def _event(self, action: Action, *, is_last: bool) -> None:
         """FSDP's collectives: they begin on a rank when it is ready, and end for all together."""
-        when = (
-            self._when(action, is_last=is_last) if self.step.scenario.grid.dp * self.step.scenario.grid.cp > 1 else None
-        )
+        grid = self.step.scenario.grid
+        when = self._when(action, is_last=is_last) if grid.dp * grid.cp > 1 else None
         if when is None:
             for trace in self.traces:
                 trace.action(*action, earliest=trace.host)

@@ -57,6 +57,7 @@ class Costs(Protocol):
 
     lanes: Grid
     contention: float
+    hidden: float
     optimizer: float
     fixed: float
 
@@ -87,7 +88,7 @@ class Modelled:
 
     def __init__(self, scenario: Scenario) -> None:
         self.work, self.lanes, self.pp = scenario.work, scenario.lanes, scenario.grid.pp
-        self.contention = self.work.contention
+        self.contention, self.hidden = self.work.contention, self.work.hidden
         self.optimizer, self.fixed = self.work.optimizer, self.work.fixed
         loads, lanes = scenario.loads, self.lanes
         # [micro-batch][dp, cp, 1]: attention relative to that of a row that is one document

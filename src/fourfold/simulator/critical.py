@@ -146,7 +146,7 @@ class _Walk:
         """A computation: what its end was determined by, and what its start."""
         node, end = self.nodes[i], self._end(i, at)
         pieces = self.costs.pieces(node)
-        if node.gate != NONE:
+        if node.gate != NONE and self.played.graph.schedule.zero < 3:
             weights = self._end(node.gate, at)
             if weights + _value(layer_seconds(pieces), at) >= end * (1 - _CLOSE):  # the last layer waited for its own
                 self._last_layer(i, at, pieces)
@@ -180,7 +180,8 @@ class _Walk:
         if node.gate == NONE:
             return latest, at
         begun = self._start(node.gate, at)
-        first = (self._end(node.gate, at) - begun) / max(self.costs.layers(node.stage), 1)
+        alone = self.costs.hidden if node.before == NONE else 1.0
+        first = alone * (self._end(node.gate, at) - begun) / max(self.costs.layers(node.stage), 1)
         if begun + first <= when:
             return latest, at
         self._emit(node.gate, at, {"dp": first})
@@ -193,13 +194,13 @@ class _Walk:
 
     def _collect(self, i: int, at: Replica) -> tuple[int, Replica]:
         node = self.nodes[i]
-        seconds = _value(self.costs.collective(node), at)
+        seconds = _value(self.costs.collective(node), at) / self.costs.hidden
         if node.kind is Kind.REDUCE and self._end(i, at) > (self._start(i, at) + seconds) * (1 + _CLOSE):
             # The gradients of the first layer leave last, alone, after a backward that the others' have slowed.
             latest = _latest_at(self.played.end[node.needs], at, (0, 1))
             self._emit(i, at, {"dp": self._end(i, at) - self._end(node.needs, latest)})
             return node.needs, latest
-        self._emit(i, at, {"dp": seconds})
+        self._emit(i, at, {"dp": self._end(i, at) - self._start(i, at)})
         return self._joined(i, at)
 
     def _joined(self, i: int, at: Replica) -> tuple[int, Replica]:

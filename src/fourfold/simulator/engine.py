@@ -8,7 +8,7 @@ One pass over the graph, each node for all replicas at once: arrays [dp, cp, tp]
   when the last has come;
 - FSDP's collectives begin when the last rank of dp x cp is ready. Layers do not wait for all of them: a stage's first
   layer computes once its own weights are there, and its last layer's gradients leave while the others are computed;
-- what runs beside FSDP's collectives is slowed by `Work.contention`;
+- what runs beside FSDP's collectives is slowed by `Work.contention`, and hides as much of them as `Work.hidden` says;
 - the step ends for all when the last rank is done, with the optimizer's step.
 """
 
@@ -129,7 +129,8 @@ class _Step:
             begun = self.start[node.gate]
             assert begun is not None
             # A layer's weights come one after another.
-            first = begun + (gate - begun) / max(self.costs.layers(node.stage), 1)
+            alone = self.costs.hidden if node.before == NONE else 1.0  # nothing is beside the first
+            first = begun + alone * (gate - begun) / max(self.costs.layers(node.stage), 1)
             met = self.later(ready, begun)
             waited = self.later(met, first)
             rank.spent["dp_wait"] += met - ready
@@ -145,7 +146,7 @@ class _Step:
         if self.costs.lanes.cp > 1:  # else it is the rounding of sums
             rank.spent["cp_wait"] += rest
         end = self._slowed(rank, start, end)
-        if gate is not None:
+        if gate is not None and self.graph.schedule.zero < 3:
             held = self.later(end, gate + did.layer)
             rank.spent["dp"] += held - end
             end = held
@@ -163,7 +164,7 @@ class _Step:
         beside = self.nothing
         for begun, ended in rank.busy:
             beside = beside + self.later(self.earlier(end, ended) - self.later(start, begun), 0.0)
-        more = latest(self.costs.contention * beside + rank.owes, 2)
+        more = latest(self.costs.contention * self.costs.hidden * beside + rank.owes, 2)
         rank.owes = 0.0
         rank.spent["dp"] += more
         return end + more
@@ -180,7 +181,8 @@ class _Step:
         if self.graph.in_line:
             self._hold_up(i, node, rank)
             return
-        seconds = self.costs.collective(node)
+        # Computation can hide so much as runs beside that share of it; `_finish` takes back what is beside nothing.
+        seconds = self.costs.collective(node) / self.costs.hidden
         ready, made = rank.shards, None
         if node.needs != NONE:
             made = self._ends(node.needs)
@@ -193,7 +195,7 @@ class _Step:
         if node.kind is Kind.REDUCE and made is not None:  # the first layer's gradients come last
             alone = seconds / max(self.costs.layers(node.stage), 1)
             beside = self.earlier(self.later(made - start, 0.0), seconds - alone)
-            rank.owes = self.costs.contention * beside
+            rank.owes = self.costs.contention * self.costs.hidden * beside
             end = self.later(end, latest(latest(made + rank.owes, 0), 1) + alone)
             begun = self.later(start, made)
         self.start[i], self.end[i], rank.shards, rank.last = start, end, end, seconds
@@ -210,7 +212,25 @@ class _Step:
             rank.spent[name] += seconds
         self.start[i], self.end[i], rank.compute = start, end, end
 
+    def _hasten(self) -> None:
+        """Collectives that go on when their ranks have computed all are slowed by nothing any more."""
+        done = [latest(latest(rank.compute, 0), 1) for rank in self.ranks]
+
+        def sooner(pp_rank: int, at: Lanes) -> Lanes:
+            return self.earlier(at, done[pp_rank] + self.costs.hidden * (at - done[pp_rank]))
+
+        for pp_rank, rank in enumerate(self.ranks):
+            rank.shards = sooner(pp_rank, rank.shards)
+        for i, node in enumerate(self.graph.nodes):
+            if node.kind in (Kind.GATHER, Kind.REDUCE):
+                for times in (self.start, self.end):
+                    at = times[i]
+                    if at is not None:
+                        times[i] = sooner(node.pp_rank, at)
+
     def _finish(self) -> Played:
+        if self.costs.hidden < 1:
+            self._hasten()
         over = max(_high(self.later(rank.compute, rank.shards)) for rank in self.ranks)
         for rank in self.ranks:
             done = self.later(rank.compute, rank.shards)

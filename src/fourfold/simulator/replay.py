@@ -268,6 +268,7 @@ class Measured:
     """Costs of a logged step, for a graph whose collectives are in line."""
 
     contention = optimizer = fixed = 0.0
+    hidden = 1.0
 
     def __init__(self, logs: Logs, graph: Graph, grid: Grid, *, staggered: bool = False) -> None:
         self.lanes = grid

@@ -54,6 +54,7 @@ class Work:
     contention: float  # share of the time of these by which they slow what runs beside them
     optimizer: Seconds
     fixed: Seconds
+    hidden: float = 1.0  # share of the computation beside them that can hide FSDP's collectives
     slow: Mapping[float, Mapping[Kind, Layer]] = field(default_factory=dict)
     """By factor of a slow link: what `tp`, `cp` and `dp` of a layer are, where it is in their group. For other factors
     nothing is known of what hides them: then all that is exposed takes so many times as long."""
@@ -122,6 +123,7 @@ def work_of(job: Jobs, stack: Stack, stages: Sequence[Stage], *, factors: Collec
         gather=tuple((slower * gather).tolist()),
         reduce=tuple((slower * reduce).tolist()),
         contention=float(constants.contention),
+        hidden=float(constants.dp_hidden),
         optimizer=slower * float(pieces.optimizer),
         fixed=slower * float(pieces.fixed),
     )

@@ -6,7 +6,7 @@ this folder import it at their head and are imported by these functions alone. T
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,13 +31,16 @@ def check_picture(path: Path) -> None:
         )
 
 
-def write_timeline(path: Path, timeline: Timeline, memory: Memory | None = None) -> None:
+def write_timeline(
+    path: Path, timeline: Timeline, memory: Memory | None = None, *, heading: Sequence[str] = ()
+) -> None:
     """Draws what happens when, a row per rank, and the memory under it on the same axis of time.
 
     Args:
         path: of the picture, which ends in .png or .svg.
         timeline: what to draw. Numbers of micro-batches are left out where boxes are too small for them.
         memory: of the same rows and unit of time, or None.
+        heading: what stands over it, such as `drawing.Page.heading`: a large line, and ordinary ones.
 
     Raises:
         ValueError: the path cannot be a picture, or matplotlib is missing.
@@ -47,7 +50,7 @@ def write_timeline(path: Path, timeline: Timeline, memory: Memory | None = None)
     def draw() -> Canvas:
         from fourfold.report.pictures.timeline import draw_timeline
 
-        return draw_timeline(timeline, memory)
+        return draw_timeline(timeline, memory, heading, pixels=path.suffix.lower() == ".png")
 
     _write(path, draw)
 
@@ -63,13 +66,13 @@ def write_memory(path: Path, memory: Memory) -> None:
     _write(path, draw)
 
 
-def write_heat_map(path: Path, heat_map: HeatMap) -> None:
+def write_heat_map(path: Path, heat_map: HeatMap, *, heading: Sequence[str] = ()) -> None:
     """Draws a number per rank: a block per DP group, in it a row per PP rank, in it CP and TP. Raises as above."""
 
     def draw() -> Canvas:
         from fourfold.report.pictures.heat_map import draw_heat_map
 
-        return draw_heat_map(heat_map)
+        return draw_heat_map(heat_map, heading)
 
     _write(path, draw)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -61,11 +62,11 @@ def write_drawn(path: Path, draw: Callable[[], Figure]) -> None:
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
     """Inches that a text takes, the longest of its lines."""
     font = get_font(findfont(FontProperties(weight="bold" if bold else "normal")))
-    font.set_size(size, POINTS)
+    font.set_size(size, DPI)  # as it is drawn: letters are fitted to pixels, which are not as wide at each resolution
     widths = [0.0]
     for line in text.splitlines():
         font.set_text(line)
-        widths.append(font.get_width_height()[0] / 64 / POINTS)  # from 26.6 fixed point
+        widths.append(font.get_width_height()[0] / 64 / DPI)  # from 26.6 fixed point
     return max(widths)
 
 
@@ -77,11 +78,48 @@ def place(figure: Figure, left: float, top: float, width: float, height: float) 
     )
 
 
-def write_at(figure: Figure, left: float, baseline: float, text: str, *, size: float, bold: bool = False) -> None:
+def write_at(
+    figure: Figure, left: float, baseline: float, text: str, *, size: float, bold: bool = False, colour: str = INK
+) -> None:
     """A line of text whose baseline starts so many inches from the left and from the top of the figure."""
     full_width, full_height = figure.get_size_inches()
-    weight = "bold" if bold else "normal"
-    figure.text(left / full_width, 1 - baseline / full_height, text, size=size, weight=weight, parse_math=False)
+    x, y, weight = left / full_width, 1 - baseline / full_height, "bold" if bold else "normal"
+    figure.text(x, y, text, size=size, weight=weight, color=colour, parse_math=False)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Of a picture's head: a text and how it is set."""
+
+    text: str
+    size: float  # points
+    height: float  # inches, down to the next line
+    bold: bool = False
+    colour: str = INK
+
+
+def head_lines(heading: Sequence[str], title: str, *, width: float, text: float) -> list[Line]:
+    """What stands over a picture, in lines of at most `width` inches; `text`: points of ordinary text.
+
+    The first of the heading says what the picture is about, the others more of it; the title is of what is drawn.
+    """
+    line = text / POINTS
+    parts = [(heading[0], 1.5, 2.1, True, INK)] if heading else []
+    parts += [(more, 1.0, 1.6, False, INK) for more in heading[1:]]
+    # Under a heading, the title is one more line.
+    parts += [(title, 1.0, 1.9, False, QUIET) if heading else (title, 1.25, 1.9, True, INK)]
+    return [
+        Line(words, text * scale, line * pitch, bold, colour)
+        for whole, scale, pitch, bold, colour in parts
+        for words in wrapped(whole, width, text * scale, bold=bold)
+    ]
+
+
+def write_head(figure: Figure, lines: Sequence[Line], *, left: float = 0.15, top: float = 0.12) -> None:
+    """Writes them one under the other, inches from the left and the top of the figure."""
+    for line in lines:
+        write_at(figure, left, top + 0.72 * line.height, line.text, size=line.size, bold=line.bold, colour=line.colour)
+        top += line.height
 
 
 def wrapped(text: str, width: float, size: float, *, bold: bool = False) -> list[str]:

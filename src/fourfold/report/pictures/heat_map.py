@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,7 +15,8 @@ from matplotlib.patches import Rectangle
 from fourfold.layout import Grid
 from fourfold.report.drawing import HeatMap
 from fourfold.report.palette import ALARM, PAPER, QUIET
-from fourfold.report.pictures.canvas import POINTS, place, text_width, wrapped, write_at
+from fourfold.report.pictures.canvas import POINTS, head_lines, place, text_width, wrapped, write_at, write_head
+from fourfold.report.scale import heat_scale
 
 _TEXT = 8.0  # points
 _WIDTH, _MAX_HEIGHT = 8.0, 9.0  # inches of all blocks together
@@ -23,6 +26,8 @@ _RAGGED = 0.5  # how bad a last line with fewer blocks is, as the logarithm of a
 _RULED = 0.07  # inches of a cell from which on ranks of a block are parted by lines
 _MIN_SCALE, _MAX_SCALE = 0.7, 3.0  # inches of the scale of colours
 _MOST_MARKED = 6  # ranks that the text under the title names
+_ROUNDING = 1e-5  # of the scale
+_BELOW, _ABOVE = "#f28cc8", "#e8382c"  # as in heat_map.js: of the few that are so far off that the scale ends before
 
 
 @dataclass(frozen=True)
@@ -56,25 +61,30 @@ class _Blocks:
         return column * (self.cp * self.tp + self.gap_x), line * (self.pp + self.gap_y) + self.gap_y
 
 
-def draw_heat_map(heat_map: HeatMap) -> Figure:
+def draw_heat_map(heat_map: HeatMap, heading: Sequence[str]) -> Figure:
     """The whole picture."""
     blocks = _arrange(*heat_map.values.shape)
     line = _TEXT / POINTS
     left = 0.25 + text_width(f"pp {blocks.pp - 1}", _TEXT)
     width, height = blocks.width * blocks.cell, blocks.height * blocks.cell
     full = max(left + width + 0.95, 5.5)
-    title = wrapped(heat_map.title, full - 0.3, _TEXT * 1.25, bold=True)
+    head = head_lines(heading, heat_map.title, width=full - 0.3, text=_TEXT)
+    low, high = heat_scale(heat_map.values)
     sentences = wrapped(_reading(blocks), full - 0.3, _TEXT)
-    for marked in _marked(heat_map):
-        sentences += wrapped(marked, full - 0.3, _TEXT)
-    top = 0.12 + line * (len(title) * 1.9 + len(sentences) * 1.5) + line * 0.4
+    for said in (*_outside(heat_map, low, high), *_marked(heat_map)):
+        sentences += wrapped(said, full - 0.3, _TEXT)
+    below_head = 0.12 + sum(one.height for one in head)
+    top = below_head + line * len(sentences) * 1.5 + line * 0.4
     figure = Figure(figsize=(full, top + max(height, blocks.gap_y * blocks.cell + _MIN_SCALE) + line * 3))
-    for number, text in enumerate(title):
-        write_at(figure, 0.15, 0.12 + line * (1.4 + 1.9 * number), text, size=_TEXT * 1.25, bold=True)
+    write_head(figure, head)
     for number, text in enumerate(sentences):
-        write_at(figure, 0.15, 0.12 + line * (len(title) * 1.9 + 1.0 + number * 1.5), text, size=_TEXT)
+        write_at(figure, 0.15, below_head + line * (1.0 + number * 1.5), text, size=_TEXT)
     axes = place(figure, left, top, width, height)
-    image = axes.imshow(_raster(heat_map.values, blocks), cmap="viridis", interpolation="nearest", aspect="auto")
+    shades = matplotlib.colormaps["viridis"].with_extremes(under=_BELOW, over=_ABOVE)
+    image = axes.imshow(_raster(heat_map.values, blocks), cmap=shades, interpolation="nearest", aspect="auto")
+    if high > low:
+        room = _ROUNDING * (high - low)  # whose value is an end of the scale has its colour
+        image.set_clim(low - room, high + room)
     axes.set_axis_off()
     _label(axes, blocks)
     _rule(axes, blocks)
@@ -180,7 +190,8 @@ def _point_at(axes: Axes, blocks: _Blocks, rank: tuple[int, int, int, int], numb
     margin = max(0.0, 0.05 / blocks.cell - 0.5)  # a small rank has a frame with room around it
     side = 1 + 2 * margin
     corner = (x - 0.5 - margin, y - 0.5 - margin)
-    axes.add_patch(Rectangle(corner, side, side, facecolor="none", edgecolor=ALARM, linewidth=1.4, clip_on=False))
+    for edge, width in ((PAPER, 3.0), (ALARM, 1.4)):  # one of which is seen on any ground
+        axes.add_patch(Rectangle(corner, side, side, facecolor="none", edgecolor=edge, linewidth=width, clip_on=False))
     axes.annotate(
         str(number), (x + 0.5 + margin, y), (2, 0), textcoords="offset points",
         size=_TEXT, weight="bold", color=ALARM, va="center_baseline", annotation_clip=False,
@@ -197,12 +208,33 @@ def _reading(blocks: _Blocks) -> str:
     return f"{number:,} ranks: a block per DP group, in it a row per PP rank{row}"
 
 
-def _marked(heat_map: HeatMap) -> list[str]:
-    num_dp, num_pp, num_cp, num_tp = heat_map.values.shape
-    grid = Grid(tp=num_tp, cp=num_cp, pp=num_pp, dp=num_dp)
+def _outside(heat_map: HeatMap, low: float, high: float) -> list[str]:
+    """Who has a colour outside the scale, and how far that goes."""
+    values = heat_map.values.astype(np.float32)  # as the scale is of
     found = []
-    for number, (dp, pp, cp, tp) in enumerate(heat_map.marked[:_MOST_MARKED], start=1):
-        rank = grid.rank(tp=tp, cp=cp, pp=pp, dp=dp)
-        value = f"{heat_map.values[dp, pp, cp, tp]:.4g} {heat_map.unit}".rstrip()
-        found.append(f"{number}: rank {rank} (dp {dp}, pp {pp}, cp {cp}, tp {tp}), {value}")
+    for out, furthest, words in (
+        (values > high, np.nanargmax, "Red: far above all others"),
+        (values < low, np.nanargmin, "Pink: far below all others"),
+    ):
+        if out.any():
+            number = int(out.sum())
+            where = tuple(int(i) for i in np.unravel_index(furthest(values), values.shape))
+            ranks = "" if number == 1 else f" {number:,} ranks, the furthest of them"
+            found.append(f"{words},{ranks} {_rank(heat_map, where)}")
     return found
+
+
+def _marked(heat_map: HeatMap) -> list[str]:
+    named = heat_map.marked[:_MOST_MARKED]
+    found = [f"{number}: {_rank(heat_map, where)}" for number, where in enumerate(named, start=1)]
+    more = len(heat_map.marked) - len(named)
+    return [*found, f"and {more} more with a frame"] if more else found
+
+
+def _rank(heat_map: HeatMap, where: tuple[int, ...]) -> str:
+    """A rank by number and coordinates, and its value."""
+    num_dp, num_pp, num_cp, num_tp = heat_map.values.shape
+    dp, pp, cp, tp = where
+    rank = Grid(tp=num_tp, cp=num_cp, pp=num_pp, dp=num_dp).rank(tp=tp, cp=cp, pp=pp, dp=dp)
+    value = f"{heat_map.values[where]:.4g} {heat_map.unit}".rstrip()
+    return f"rank {rank} (dp {dp}, pp {pp}, cp {cp}, tp {tp}), {value}"

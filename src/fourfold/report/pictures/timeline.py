@@ -14,19 +14,32 @@ from matplotlib.path import Path
 
 from fourfold.report.drawing import KINDS, Boxes, Memory, Timeline
 from fourfold.report.palette import FAINT, IDLE, INK, KIND_NAMES, PAPER, QUIET, colour, ink_on
-from fourfold.report.pictures.canvas import POINTS, place, set_times, text_width, time_label, wrapped, write_at
+from fourfold.report.pictures.canvas import (
+    DPI,
+    POINTS,
+    head_lines,
+    place,
+    set_times,
+    text_width,
+    time_label,
+    write_head,
+)
 from fourfold.report.pictures.memory import curves_height, draw_curves, names_width
 from fourfold.report.pictures.numbers import Numbers, size_that_fits
+from fourfold.report.pictures.strips import Strips
 
 _COMPUTATIONS = ("F", "B", "I", "W")
 _BOX, _LANE = 0.84, 0.2  # parts of a row's height: a box, and the lane of messages under it
-_MIN_WIDTH, _MAX_WIDTH = 7.0, 56.0  # inches of the axis of time
-_CROWDED_WIDTH = 20.0  # where numbers would not fit even into the widest
+_MIN_WIDTH = 7.0  # inches of the axis of time
+_MAX_WIDTH = 20.0  # inches of the picture, if labels leave enough of that: more would not be read on a slide
 _BOX_WIDTH = 0.115  # inches of a short box, if all fit: two digits in readable size
-_ROW, _MAX_ROWS = 0.3, 14.0  # inches of a row for text of 8 points, and of all of them together
-_SMALLEST = 3.0  # points of a number
+_TEXT_AT = 11.0  # inches of the axis for text of 8 points; it is larger in a wider picture, but not twice as large
+_ROW, _MAX_ROWS = 0.3, 6.5  # inches of a row for text of 8 points, and of all of them together
+_SMALLEST = 5.0  # points of a number
+_MOST = 0.5  # part of the boxes of a row and stage in which a number must fit, or none of them has one
 _LARGEST_RATIO = 1.5  # of the sizes of numbers in boxes of different kinds
-_PARTED, _ALIGNED = 2.0, 3.0  # points of a typical box from which on there are lines between boxes, in whole pixels
+_PARTED, _ALIGNED = 2.0, 8.0  # points of a typical box from which on there are lines between boxes, in whole pixels
+_TOUCHING = 0.05  # pixels
 _BOXES_PER_PATH = 200  # so few corners that matplotlib aligns them with pixels
 
 
@@ -47,22 +60,22 @@ class _Measures:
         return self.left + self.width + self.right
 
 
-def draw_timeline(timeline: Timeline, memory: Memory | None) -> Figure:
-    """The whole picture: title, legend, rows, and the memory under them."""
+def draw_timeline(timeline: Timeline, memory: Memory | None, heading: Sequence[str], *, pixels: bool) -> Figure:
+    """The whole picture: heading, title, legend, rows, and the memory under them. pixels: not of lines and areas."""
     span = timeline.span or max((float(b.end.max(initial=0.0)) for b in _all_boxes(timeline)), default=0.0) or 1.0
     size = _measures(timeline, span, memory)
     line = size.text / POINTS
-    title = wrapped(timeline.title, size.full - 0.3, size.text * 1.25, bold=True)
+    head = head_lines(heading, timeline.title, width=size.full - 0.3, text=size.text)
     legend = _legend_lines(timeline, size)
-    top = 0.12 + len(title) * line * 1.9 + len(legend) * line * 1.8 + 0.08
+    below_head = 0.12 + sum(one.height for one in head)
+    top = below_head + len(legend) * line * 1.8 + 0.08
     curves = curves_height(memory, size.full - 0.3, size.text) if memory is not None else 0.0
     axis = line * 3.6
     figure = Figure(figsize=(size.full, top + size.rows + axis + curves))
-    for number, text in enumerate(title):
-        write_at(figure, 0.15, 0.12 + line * (1.4 + 1.9 * number), text, size=size.text * 1.25, bold=True)
-    _draw_legend(figure, legend, 0.12 + len(title) * line * 1.9, size)
+    write_head(figure, head)
+    _draw_legend(figure, legend, below_head, size)
     axes = place(figure, size.left, top, size.width, size.rows)
-    _draw_rows(axes, timeline, span, size)
+    _draw_rows(axes, timeline, span, size, pixels=pixels)
     set_times(axes, timeline.unit, span)
     axes.set_xlabel(time_label(timeline.unit, span), size=size.text, loc="left")
     if memory is not None:
@@ -80,17 +93,15 @@ def _measures(timeline: Timeline, span: float, memory: Memory | None) -> _Measur
     durations = durations[durations > 0]
     short = float(np.quantile(durations, 0.1)) if durations.size else span
     width = float(np.clip(span / short * _BOX_WIDTH, _MIN_WIDTH, _MAX_WIDTH))
-    largest = timeline.boxes.micro_batch.max(initial=0)
-    if size_that_fits(largest, short / span * width * POINTS, np.inf) < _SMALLEST:
-        width = _CROWDED_WIDTH
-    text = 8.0 * float(np.clip(width / 12, 1, 2))
-    rows = min(_ROW * text / 8 * len(timeline.rows) * (1.25 if timeline.lanes is not None else 1), _MAX_ROWS)
+    text = 8.0 * float(np.clip(width / _TEXT_AT, 1, 2))
     left = 0.3 + max([text * 5 / POINTS, *(text_width(row, text) for row in timeline.rows)])
     right = 0.25 if memory is None else names_width(memory, text)
+    width = max(min(width, _MAX_WIDTH - left - right), _MIN_WIDTH)
+    rows = min(_ROW * text / 8 * len(timeline.rows) * (1.25 if timeline.lanes is not None else 1), _MAX_ROWS)
     return _Measures(width, rows, left, right, text, min(text, rows / len(timeline.rows) * POINTS * 0.7), width / span)
 
 
-def _draw_rows(axes: Axes, timeline: Timeline, span: float, size: _Measures) -> None:
+def _draw_rows(axes: Axes, timeline: Timeline, span: float, size: _Measures, *, pixels: bool) -> None:
     num_rows = len(timeline.rows)
     axes.set(xlim=(0, span), ylim=(num_rows - 0.5, -0.5))
     axes.spines["left"].set_visible(False)
@@ -103,22 +114,29 @@ def _draw_rows(axes: Axes, timeline: Timeline, span: float, size: _Measures) -> 
     edges = [(0.0, span, row - _BOX / 2, row + _BOX / 2) for row in range(num_rows)]
     axes.add_artist(PathPatch(_rectangles(np.array(edges)), facecolor=IDLE, linewidth=0))
     low, high = _box_edges(timeline)
-    _draw_boxes(axes, timeline, timeline.boxes, low, high, size)
+    _draw_boxes(axes, timeline, timeline.boxes, low, high, size, pixels=pixels)
     if timeline.lanes is not None:
-        _draw_boxes(axes, timeline, timeline.lanes, high, _BOX / 2, size)
+        _draw_boxes(axes, timeline, timeline.lanes, high, _BOX / 2, size, pixels=pixels)
     _draw_numbers(axes, timeline, size)
 
 
-def _draw_boxes(axes: Axes, timeline: Timeline, boxes: Boxes, low: float, high: float, size: _Measures) -> None:
-    """All boxes of one colour are few paths: a patch for each box would take a minute."""
+def _draw_boxes(
+    axes: Axes, timeline: Timeline, boxes: Boxes, low: float, high: float, size: _Measures, *, pixels: bool
+) -> None:
+    """All boxes of one colour are few paths: a patch for each box would take a minute. Or pixels."""
     if not len(boxes.row):
         return
     typical = float(np.median(boxes.end - boxes.start)) * size.per_time * POINTS
     edge = min(typical * 0.06, 0.8) if typical > _PARTED else 0.0
     corners = np.stack([boxes.start, boxes.end, boxes.row + low, boxes.row + high], axis=1)
+    if pixels and typical < _ALIGNED:
+        shades = np.array([to_rgb(colour_) for colour_ in _colours(timeline, boxes).tolist()])
+        axes.add_artist(Strips(axes, corners, shades, np.array(to_rgb(IDLE))))
+        return
     if not edge:
         # Two boxes that share a pixel let what is under them shine through: not grey, as if the rank were idle.
-        axes.add_artist(PathPatch(_rectangles(corners), facecolor=_mean_colour(timeline, boxes), linewidth=0))
+        under = _rectangles(corners[_touched(boxes, size)])
+        axes.add_artist(PathPatch(under, facecolor=_mean_colour(timeline, boxes), linewidth=0))
     for colour_, members in _by_colour(timeline, boxes).items():
         for first in range(0, len(members), _BOXES_PER_PATH):
             path = _rectangles(corners[members[first : first + _BOXES_PER_PATH]])
@@ -138,6 +156,16 @@ def _colours(timeline: Timeline, boxes: Boxes) -> np.ndarray:
     chunk = np.maximum(boxes.stage, 0) // timeline.pp
     table = np.array([[colour(kind, c, timeline.num_chunks) for c in range(timeline.num_chunks)] for kind in KINDS])
     return table[boxes.kind, np.minimum(chunk, timeline.num_chunks - 1)]
+
+
+def _touched(boxes: Boxes, size: _Measures) -> np.ndarray:
+    """bool [boxes]: whether another of the row begins where a box ends."""
+    order = np.lexsort((boxes.start, boxes.row))
+    apart = boxes.start[order[1:]] - boxes.end[order[:-1]]
+    near = (apart * size.per_time * DPI < _TOUCHING) & (boxes.row[order[1:]] == boxes.row[order[:-1]])
+    touched = np.zeros(len(order), dtype=bool)
+    touched[order] = np.append(near, False)
+    return touched
 
 
 def _mean_colour(timeline: Timeline, boxes: Boxes) -> tuple[float, float, float]:
@@ -178,20 +206,30 @@ def _draw_numbers(axes: Axes, timeline: Timeline, size: _Measures) -> None:
 
 
 def _number_sizes(timeline: Timeline, size: _Measures) -> np.ndarray:
-    """Points of the number in each box, 0 where none fits. One size per kind of box, and not too different ones."""
+    """Points of the number in each box, 0 where none fits. One size per kind of box, and not too different ones.
+
+    What fits is what the widest number of the row would: 0 to 9 alone would look as if the others were not there.
+    """
     boxes = timeline.boxes
     low, high = _box_edges(timeline)
     height = size.rows / len(timeline.rows) * (high - low) * POINTS
-    fits = size_that_fits(boxes.micro_batch, (boxes.end - boxes.start) * size.per_time * POINTS, height)
     numbered = boxes.micro_batch >= 0
+    widest = np.zeros(len(timeline.rows), dtype=int)
+    np.maximum.at(widest, boxes.row, boxes.micro_batch)
+    fits = size_that_fits(widest[boxes.row], (boxes.end - boxes.start) * size.per_time * POINTS, height)
     kinds = np.unique(boxes.kind[numbered]).tolist()
-    wanted = {kind: float(np.quantile(fits[numbered & (boxes.kind == kind)], 0.1)) for kind in kinds}
-    most = max(_SMALLEST, _LARGEST_RATIO * min(wanted.values(), default=0.0))
+    readable = numbered & (fits >= _SMALLEST)
+    wanted = {kind: float(fits[readable & (boxes.kind == kind)].min(initial=np.inf)) for kind in kinds}
+    most = _LARGEST_RATIO * min(wanted.values(), default=0.0)
     points = np.zeros(len(fits))
     for kind, wish in wanted.items():
-        value = min(max(wish, _SMALLEST), most, size.text)
+        value = min(wish, most, size.text)
         points[numbered & (boxes.kind == kind) & (fits >= value)] = value
-    return points
+    # In few of those that belong together they would say nothing of the others.
+    _, group = np.unique(np.stack([boxes.row, boxes.kind, boxes.stage]), axis=1, return_inverse=True)
+    group = group.ravel()
+    shown = np.bincount(group, points > 0) / np.maximum(np.bincount(group), 1)
+    return np.where(shown[group] >= _MOST, points, 0.0)
 
 
 def _box_edges(timeline: Timeline) -> tuple[float, float]:
