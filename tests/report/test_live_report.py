@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from fourfold.layout import compile_program, generate, partition
-from fourfold.planner.memory.peak import PARTS
+from fourfold.planner.memory.peak import PARTS, RESERVED
 from fourfold.planner.timing.stack import load_stack
 from fourfold.report.live import activations_of, memory_of
 from fourfold.simulator.live import StepMemory, step_memory
@@ -23,7 +24,7 @@ def test_curves_rows_and_peaks() -> None:
     drawn = memory_of(memory)
     assert drawn.rows == ("pp 0", "pp 1")
     assert len(drawn.parts) == len(PARTS)
-    assert drawn.capacity == memory.capacity
+    assert drawn.capacity == memory.capacity - RESERVED
     for rank, peak in enumerate(memory.peaks):
         assert drawn.bytes[rank].shape == (len(PARTS), len(drawn.times[rank]))
         assert (np.diff(drawn.times[rank]) >= 0).all()
@@ -34,8 +35,16 @@ def test_curves_rows_and_peaks() -> None:
 
 def test_activations_by_chunk() -> None:
     memory = of_small_job()
-    drawn = activations_of(memory, 1)
-    assert drawn.parts == ("chunk 0 (stage 1)", "chunk 1 (stage 3)")
-    assert drawn.bytes[0].sum(axis=0).max() == memory.ranks[1].parts[PARTS.index("activations")].max()
-    pairs = int(memory.ranks[1].in_flight.max())
-    assert f"{pairs} (micro-batch, chunk) pairs" in drawn.peaks[0]
+    drawn, all_bytes = activations_of(memory), memory_of(memory)
+    assert drawn.parts == ("chunk 0", "chunk 1")
+    assert drawn.rows == all_bytes.rows
+    assert drawn.by_chunk
+    for rank in range(2):
+        of_kind = all_bytes.bytes[rank][PARTS.index("activations")]
+        assert drawn.bytes[rank].sum(axis=0).max() == pytest.approx(of_kind.max())
+        pairs = int(memory.ranks[rank].in_flight.max())
+        assert f"{pairs} (micro-batch, chunk) pairs" in drawn.peaks[rank]
+    # Two micro-batches of warm-up in the first chunk, before the second begins: no other has any until then.
+    first = int(np.flatnonzero(drawn.bytes[0][1])[0])
+    assert drawn.bytes[0][0, first] > 0
+    assert activations_of(memory, rows=("a", "b")).rows == ("a", "b")

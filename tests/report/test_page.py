@@ -21,9 +21,9 @@ from fourfold.layout import Action, compile_program, generate
 from fourfold.layout.actions import COMPUTE, Kind
 from fourfold.report.drawing import KINDS, Boxes, HeatMap, Memory, Page, Split, Table, Timeline
 from fourfold.report.page import page_html, write_page
-from fourfold.report.page.data import heat_scale
 from fourfold.report.page.words import quantity
 from fourfold.report.palette import IDLE, colour
+from fourfold.report.scale import heat_scale
 
 PP, V, MICRO_BATCHES = 16, 8, 32
 EVIL = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'> \"' & \u2028"
@@ -90,6 +90,23 @@ def memory() -> Memory:
 
 
 @cache
+def chunks() -> Memory:
+    """0.3 GiB for each pair in flight, by the chunk of its stage."""
+    held = []
+    for rank, times in enumerate(memory().times):
+        by_chunk = np.zeros((V, len(times)))
+        for chunk in range(V):
+            for batch in range(MICRO_BATCHES):
+                stage = chunk * PP + rank
+                first, last = (played().span(Action(kind, stage, batch)) for kind in (Kind.FORWARD, Kind.BACKWARD))
+                by_chunk[chunk] += (first[0] <= times) & (times < last[1])
+        held.append(by_chunk * 0.3 * 2**30)
+    parts = tuple(f"chunk {chunk}" for chunk in range(V))
+    peaks = tuple(f"{rank} by chunk" for rank in range(PP))
+    return Memory("s", timeline().rows, parts, memory().times, tuple(held), peaks, by_chunk=True)
+
+
+@cache
 def heat_map(dp: int = 128, pp: int = 16, cp: int = 1, tp: int = 8) -> HeatMap:
     values = 1 + 0.01 * np.random.default_rng(0).standard_normal((dp, pp, cp, tp))
     values[dp // 2, pp // 2, cp - 1, tp - 1] = 1.5
@@ -108,6 +125,7 @@ def page() -> Page:
         (heat_map(),),
         (Table("What would help", ("change", "step"), (("pp 5 as fast", "2.9 s"), ("no messages", "3.05 s"))),),
         ("Messages are free.",),
+        chunks=chunks(),
     )
 
 
@@ -150,7 +168,7 @@ def test_boxes_come_back(name: str) -> None:
 
 def test_memory_and_heat_map_come_back() -> None:
     data, column = decoded(page_html(page()))
-    shown = data["memory"]
+    shown = data["memory"][0]
     first, times, held = column(shown["first"]), column(shown["times"]), column(shown["bytes"])
     for row in range(PP):
         begin, end = first[row], first[row + 1]
@@ -168,10 +186,12 @@ def test_texts_cannot_break_out() -> None:
         findings=(EVIL,),
         timeline=replace(timeline(), title=EVIL, rows=(EVIL,) * PP, causes=(EVIL,) * len(timeline().causes)),
         memory=replace(memory(), rows=(EVIL,) * PP, parts=(EVIL,) * 2, peaks=(EVIL,) * PP),
+        chunks=replace(chunks(), rows=(EVIL,) * PP, parts=(EVIL,) * V, peaks=(EVIL,) * PP),
         splits=(Split(EVIL, EVIL, ((EVIL, 1.0),)),),
         heat_maps=(HeatMap(EVIL, EVIL, np.ones((1, 1, 1, 1))),),
         tables=(Table(EVIL, (EVIL,), ((EVIL,),), EVIL),),
         notes=(EVIL,),
+        planted=(EVIL,),
     )
     html = page_html(evil)
     assert "<script>window.broken" not in html
@@ -191,7 +211,7 @@ def test_parts_that_are_not_there_are_left_out() -> None:
     html = page_html(Page("Nothing", ()))
     assert "<h1>Nothing</h1>" in html
     assert "<section" not in html
-    html = page_html(replace(page(), memory=None))
+    html = page_html(replace(page(), memory=None, chunks=None))
     assert 'id="memory"' not in html
     assert 'id="timeline"' in html
 
@@ -589,6 +609,36 @@ def test_a_row_that_is_clicked_shows_its_memory(opened: Opened) -> None:
     at, live = played().live_chunks(3)
     held = live[np.searchsorted(at, 0.4 * timeline().span, side="right") - 1]
     assert opened.tip().startswith(quantity((8 + 0.3 * held) * 2**30, "bytes"))
+
+
+def test_activations_by_chunk_are_another_view(opened: Opened) -> None:
+    opened.page.mouse.click(*opened.at(3, 1.0))
+    opened.page.locator("#view").select_option(label="activations by chunk")
+    assert opened.page.locator("#peak").inner_text() == "3 by chunk"
+    assert not opened.page.locator("#peaks").is_visible()
+    opened.page.locator("#memory .plot").scroll_into_view_if_needed()
+    box, where = opened.page.locator("#memory .plot").bounding_box(), opened.shown("#memory")
+    opened.page.mouse.move(box["x"] + where["left"] + 0.4 * (where["right"] - where["left"]), box["y"] + 100)
+    at = np.searchsorted(chunks().times[3], 0.4 * timeline().span, side="right") - 1
+    amounts = chunks().bytes[3][:, at]
+    tip = opened.tip()
+    assert tip.startswith(quantity(float(amounts.sum()), "bytes"))
+    for chunk, amount in enumerate(amounts.tolist()):
+        assert (f"chunk {chunk}" in tip) == (amount > 0)
+    # As in the timeline: the colours of the chunks' forwards.
+    shade = opened.page.locator('[data-view="1"] [data-part="2"] i').evaluate(
+        "e => getComputedStyle(e).backgroundColor"
+    )
+    assert shade == f"rgb{tuple(bytes.fromhex(colour('F', 2, V)[1:]))}"
+    opened.page.locator("#view").select_option(label="bytes by kind")
+    assert opened.page.locator("#peak").inner_text() == "3 has its reason"
+    assert opened.page.locator('[data-view="0"]').is_visible()
+    assert not opened.page.locator('[data-view="1"]').is_visible()
+
+
+def test_views_of_other_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="views must have the same rows"):
+        page_html(replace(page(), chunks=replace(chunks(), rows=("another",) * PP)))
 
 
 def test_messages_are_shown_when_asked_for(opened: Opened) -> None:

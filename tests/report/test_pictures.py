@@ -17,6 +17,8 @@ from xml.etree import ElementTree
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure as MatplotlibFigure
 from PIL import Image
 
 from fourfold.layout import Grid, Schedule, generate
@@ -24,6 +26,8 @@ from fourfold.report.drawing import KINDS, Boxes, HeatMap, Memory, Timeline
 from fourfold.report.files import check_target, write_whole
 from fourfold.report.palette import ALARM, IDLE, KIND_NAMES, colour, ink_on
 from fourfold.report.pictures import write_figure, write_heat_map, write_memory, write_timeline
+from fourfold.report.pictures.canvas import DPI, text_width
+from fourfold.report.pictures.strips import mixed
 from fourfold.report.schedule import schedule_page, schedule_timeline
 from fourfold.simulator.figures.figure import Figure, Panel, Series
 
@@ -153,6 +157,60 @@ class TestTimeline:
         assert "number in a box: micro-batch" not in texts(tmp_path / "a.svg")
         assert (tmp_path / "a.svg").stat().st_size < 8e6
 
+    def test_a_row_has_all_numbers_or_none(self, tmp_path: Path) -> None:
+        # Forwards in which one digit would fit, and two do not: 0 to 9 alone would look like all there are.
+        timeline = schedule_timeline(generate(pp=1, v=1, num_micro_batches=120, kind="1f1b"))
+        write_timeline(tmp_path / "a.svg", timeline)
+        found = Counter(texts(tmp_path / "a.svg"))
+        assert {number: found[str(number)] for number in (1, 9, 11, 109, 119)} == dict.fromkeys((1, 9, 11, 109, 119), 1)
+
+    @pytest.mark.parametrize("suffix", ["png", "svg"])
+    def test_no_wider_than_a_slide_shows(self, suffix: str, tmp_path: Path) -> None:
+        page = schedule_page(generate(pp=16, v=8, num_micro_batches=32))
+        assert page.timeline is not None
+        rows = tuple(f"rank {8 * row} (dp 0 pp {row} cp 0 tp 0)" for row in range(16))
+        write_timeline(tmp_path / f"a.{suffix}", replace(page.timeline, rows=rows), page.memory, heading=page.heading)
+        if suffix == "svg":
+            head = (tmp_path / "a.svg").read_text()[:600]
+            assert 'width="1440pt"' in head  # 20 inches
+        else:
+            height, width, _ = pixels(tmp_path / "a.png").shape
+            assert width == 20 * DPI
+            assert height < width
+
+    def test_heading_says_what_it_is_of(self, tmp_path: Path) -> None:
+        page = replace(schedule_page(FIGURE_2), planted=("Slow on purpose: rank 77 computes 1.5 times as long.",))
+        assert page.timeline is not None
+        write_timeline(tmp_path / "a.svg", page.timeline, page.memory, heading=page.heading)
+        found = [text.replace("\N{NO-BREAK SPACE}", " ") for text in texts(tmp_path / "a.svg")]
+        assert found.count(page.title) >= 1
+        assert "Slow on purpose: rank 77 computes 1.5 times as long." in found
+        assert any("step 42 F" in text for text in found)
+
+    def test_no_text_is_cut_off(self, tmp_path: Path) -> None:
+        page = schedule_page(generate(pp=16, v=8, num_micro_batches=16))
+        assert page.timeline is not None
+        assert page.memory is not None
+        peaks = tuple("holds (micro-batch, chunk) pairs, 39.4 GiB of them; " * 12 for _ in page.memory.rows)
+        heading = (page.title, "exposed communication 12.3% of the step, tokens/s 2.04 M; " * 12)
+        path = tmp_path / "a.png"
+        write_timeline(path, page.timeline, replace(page.memory, peaks=peaks), heading=heading)
+        image = pixels(path)
+        assert (image[:, -int(0.1 * DPI) :] == 255).all()
+
+    def test_equal_boxes_that_are_narrower_than_pixels_look_alike(self, tmp_path: Path) -> None:
+        count = 4000
+        start, zero, none = np.arange(count) * 1.0, np.zeros(count, dtype=int), np.full(count, -1)
+        narrow = Boxes(zero, zero, zero, zero, start, start + 0.5, np.full(count, 0.5), none)
+        write_timeline(tmp_path / "a.png", Timeline("t", "F", ("pp 0",), 1, 1, narrow, span=float(count)))
+        image = pixels(tmp_path / "a.png").astype(int)
+        red = [rgb(colour("F"))[0], rgb(IDLE)[0]]
+        busy = np.abs(image[:, :, 0] - np.mean(red)) < 0.3 * (red[1] - red[0])
+        line = image[int(busy.sum(axis=1).argmax()), :, 0]
+        inside = line[np.flatnonzero(line < 250)[2] : np.flatnonzero(line < 250)[-2]]
+        smooth = np.convolve(inside, np.full(6, 1 / 6), "valid")
+        assert np.ptp(smooth) < 0.15 * (red[1] - red[0])
+
     def test_numbers_that_do_not_fit_are_left_out_alone(self, tmp_path: Path) -> None:
         timeline = schedule_timeline(generate(pp=1, num_micro_batches=2))  # F0 B0 F1 B1
         start, end = np.array([0.0, 1.0, 3.0, 3.001]), np.array([1.0, 3.0, 3.001, 5.0])
@@ -183,6 +241,35 @@ class TestTimeline:
         part = replace(timeline.boxes, start=timeline.boxes.start * span / 3, end=timeline.boxes.end * span / 3)
         write_timeline(tmp_path / "a.svg", replace(timeline, boxes=part, span=span, unit="s"))
         assert label in texts(tmp_path / "a.svg")
+
+
+def test_pixels_have_the_mean_colour_of_what_is_on_them() -> None:
+    """Against a thousand samples per pixel."""
+    random = np.random.default_rng(0)
+    edges = np.sort(random.uniform(0, 30, 60))
+    edges[20:22] = edges[19], edges[19] + 5.0  # narrow ones, wide ones, and some that touch
+    edges = np.maximum.accumulate(edges)
+    left, right = edges[::2], np.maximum(edges[1::2], edges[::2] + 0.7)
+    left = np.maximum.accumulate(np.append(left[:1], np.maximum(left[1:], right[:-1])))
+    right = np.minimum(np.maximum(right, left + 0.7), left + 4.0)
+    keep = np.append(left[1:] >= right[:-1], True) & (right < 30)
+    left, right = left[keep], right[keep]
+    colours, ground = random.random((len(left), 3)), np.full(3, 0.9)
+    at = (np.arange(30_000) + 0.5) / 1000
+    samples = np.tile(ground, (len(at), 1))
+    for one, other, shade in zip(left, right, colours, strict=True):
+        samples[(at >= one) & (at < other)] = shade
+    expected = samples.reshape(30, 1000, 3).mean(axis=1)
+    np.testing.assert_allclose(mixed(left, right, colours, ground, 30), expected, atol=3e-3)
+
+
+@pytest.mark.parametrize("size", [5.0, 8.0, 12.7, 16.0])
+def test_texts_are_as_wide_as_measured(size: float) -> None:
+    text = "peaks at 48.1 GiB in 113B0 (backward of micro-batch 0 in stage 113), 2.62 s into the step"
+    figure = MatplotlibFigure(dpi=DPI)
+    drawn = figure.text(0, 0, text, size=size)
+    extent = drawn.get_window_extent(FigureCanvasAgg(figure).get_renderer())
+    assert text_width(text, size) == pytest.approx(extent.width / DPI, rel=2e-3)
 
 
 def boxes(*entries: tuple[int, str, int, int, float, float]) -> Boxes:
@@ -251,6 +338,20 @@ class TestHeatMap:
         assert f"1: rank {rank} (dp 1, pp 0, cp 1, tp 1), 11 s" in texts(tmp_path / "a.svg")
         write_heat_map(tmp_path / "a.png", HEAT_MAP)
         assert (pixels(tmp_path / "a.png") == rgb(ALARM)).all(axis=2).sum() > 100
+
+    def test_one_slow_rank_does_not_make_the_others_look_alike(self, tmp_path: Path) -> None:
+        values = 1 + 0.1 * np.arange(128.0).reshape(4, 4, 1, 8) / 127
+        values[2, 1, 0, 3] = 5.0
+        write_heat_map(tmp_path / "a.png", HeatMap("t", "s", values))
+        found = {tuple(pixel) for pixel in pixels(tmp_path / "a.png").reshape(-1, 3).tolist()}
+        known = matplotlib.colormaps["viridis"](np.linspace(0, 1, 256))[:, :3]
+        assert len(found & {tuple(shade) for shade in (known * 255).round().astype(int).tolist()}) > 100
+        assert rgb("#e8382c") in found
+        write_heat_map(tmp_path / "a.svg", HeatMap("t", "s", values), heading=("a model", "step 3 s"))
+        rank = Grid(tp=8, cp=1, pp=4, dp=4).rank(dp=2, pp=1, cp=0, tp=3)
+        said = texts(tmp_path / "a.svg")
+        assert f"Red: far above all others, rank {rank} (dp 2, pp 1, cp 0, tp 3), 5 s" in said
+        assert {"a model", "step 3 s", "t"} <= set(said)
 
     @pytest.mark.parametrize(
         "shape", [(8, 16, 16, 8), (128, 16, 1, 8), (64, 16, 16, 8), (1, 1, 1, 1), (1, 1, 1, 8), (7, 3, 1, 1)]

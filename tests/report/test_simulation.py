@@ -33,11 +33,13 @@ from fourfold.report.simulation import (
 )
 from fourfold.report.simulation.findings import Findings, findings, slowest_rank
 from fourfold.report.simulation.words import bubble_words, column, grouped
+from fourfold.simulator.answer import Answer
 from fourfold.simulator.causes import causes, duration
 from fourfold.simulator.critical import CriticalPath, critical_path
 from fourfold.simulator.engine import simulate
 from fourfold.simulator.faults import Faults
 from fourfold.simulator.live import StepMemory, step_memory, timeline_of
+from fourfold.simulator.loads import both_splits, parse_mix
 from fourfold.simulator.played import CLASSES, Played
 from fourfold.simulator.scenario import Scenario, scenario
 from fourfold.simulator.whatif import Gain, what_if
@@ -63,14 +65,17 @@ class Step(NamedTuple):
         found = causes(self.scenario, self.played, replica=replica) if shown else None
         return findings(self.scenario, self.played, **self.told, found=found)
 
-    def page(self, **more: Any) -> drawing.Page:
-        return simulation_page(self.scenario, self.played, **self.told, **more)
+    def answer(self, **more: Any) -> Answer:
+        return Answer(self.scenario, self.played, **self.told, **more)
+
+    def page(self, notes: tuple[str, ...] = (), **more: Any) -> drawing.Page:
+        return simulation_page(self.answer(**more), notes=notes)
 
     def text(self, **more: Any) -> str:
-        return simulation_text(self.scenario, self.played, **self.told, **more)
+        return simulation_text(self.answer(**more))
 
     def json(self, **more: Any) -> dict[str, Any]:
-        return simulation_json(self.scenario, self.played, **self.told, **more)
+        return simulation_json(self.answer(**more))
 
 
 def step_of(what: Scenario) -> Step:
@@ -451,7 +456,7 @@ class TestPage:
         assert json.loads(json.dumps(step.json()))["step_seconds"] == step.played.step_seconds
 
     def test_slow_things_are_marked_as_such(self) -> None:
-        assert slow().page().notes == ("Slow on purpose: rank 5 computes 1.5 times as long.",)
+        assert slow().page().planted == ("Slow on purpose: rank 5 computes 1.5 times as long.",)
 
 
 class TestText:
@@ -482,7 +487,7 @@ class TestText:
 
     def test_prints_plainly_where_there_is_no_terminal(self) -> None:
         step, out = planned(), io.StringIO()
-        print_simulation(step.scenario, step.played, **step.told, name="x", file=out)
+        print_simulation(step.answer(name="x"), file=out)
         assert out.getvalue() == step.text(name="x") + "\n"
 
     def test_faults_are_named(self) -> None:
@@ -496,7 +501,7 @@ class TestJson:
         step = planned()
         found = json.loads(json.dumps(step.json(name="llama3-8b", tokens=16 * 8192)))
         assert [*found] == [
-            *("format", "name", "layout", "simulated", "schedule", "slow", "documents", "step_seconds"),
+            *("format", "name", "layout", "simulated", "schedule", "slow", "documents", "cp_splits", "step_seconds"),
             *("pipeline_seconds", "tokens_per_second", "bubble_over_compute", "bubble_over_total"),
             *("bubble_seconds", "bubble_share_of_step", "exposed", "spent"),
             *("ranks", "slowest_rank", "critical_path", "gains", "memory", "findings"),
@@ -510,7 +515,7 @@ class TestJson:
         assert found["tokens_per_second"] == pytest.approx(16 * 8192 / found["step_seconds"])
         for rank in found["ranks"]:
             assert sum(rank["spent"].values()) == pytest.approx(found["step_seconds"])
-            idle = rank["idle_filling"] + rank["idle_full"] + rank["idle_draining"]
+            idle = rank["bubble_warm_up"] + rank["bubble_steady_state"] + rank["bubble_cool_down"]
             assert idle == pytest.approx(rank["spent"]["pp_wait"] + rank["spent"]["end_wait"])
         assert step.memory is not None
         peaks = [rank.total for rank in step.memory.peaks]
@@ -527,3 +532,21 @@ class TestJson:
         }  # fmt: skip
         assert found["gains"][0]["what"] == "rank 5"
         assert found["slow"] == ["rank 5 computes 1.5 times as long"]
+
+
+class TestDocuments:
+    def test_both_splits(self) -> None:
+        """Documents of 4 and 12 tokens, cp 2 (algorithms.md 3.7): 52 and 36 pairs by rows, 44 and 44 by document."""
+        mix = parse_mix("lengths=4,12")
+        splits = both_splits(mix, seq_len=16, dp=1, micro_batches=1, cp=2)
+        step = slow()
+        found = step.json(splits=splits)["cp_splits"]
+        assert [one["strategy"] for one in found] == ["head_tail", "per_document"]
+        assert [one["slowest_over_mean"] for one in found] == [pytest.approx(52 / 44), 1.0]
+        assert [one["slowest_over_fastest"] for one in found] == [pytest.approx(52 / 36), 1.0]
+        assert [one["waiting_share"] for one in found] == [pytest.approx(8 / 52), 0.0]
+        text = step.text(splits=splits)
+        assert "Attention by split of context parallelism: lengths=4,12" in text
+        assert "head-tail" in text
+        assert any(table.title.startswith("Attention by split") for table in step.page(splits=splits).tables)
+        assert "Attention by split" not in step.text()

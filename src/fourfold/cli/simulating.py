@@ -15,7 +15,6 @@ from fourfold.cli.drawings import check_drawings, check_picture, write_drawings
 from fourfold.cli.errors import USER_ERROR, fail
 
 if TYPE_CHECKING:
-    from fourfold.layout.documents import Strategy
     from fourfold.planner.machines.cluster import Cluster
     from fourfold.planner.timing.stack import Stack
     from fourfold.recipe import RunPlan
@@ -231,35 +230,38 @@ def _cluster(plan: RunPlan, gpu: str | None) -> Cluster:
     return machines
 
 
-def _scenario(plan: RunPlan, machines: Cluster, stack: Stack, conditions: Conditions) -> Scenario:
+def _scenario(
+    plan: RunPlan, machines: Cluster, stack: Stack, conditions: Conditions, splits: tuple[Loads, ...]
+) -> Scenario:
     from fourfold.simulator.faults import Faults
     from fourfold.simulator.scenario import recipe_scenario
 
     faults = Faults.parse(conditions.slow, jitter=conditions.jitter, seed=conditions.seed)
     faults.check(plan.grid, several_stages=plan.schedule.v > 1)
-    loads = _loads(plan, conditions, plan.recipe.layout.cp_split) if conditions.documents is not None else None
     return recipe_scenario(
         plan,
         machines,
         stack,
-        loads=loads,
+        loads=next((loads for loads in splits if loads.strategy == plan.recipe.layout.cp_split), None),
         faults=faults,
         receives=conditions.receives,
         all_ranks=conditions.all_ranks,
     )
 
 
-def _loads(plan: RunPlan, conditions: Conditions, strategy: Strategy) -> Loads:
-    from fourfold.simulator.loads import loads_of, parse_mix
+def _splits(plan: RunPlan, conditions: Conditions) -> tuple[Loads, ...]:
+    """Attention of all ranks under both splits of context parallelism; nothing without documents."""
+    if conditions.documents is None:
+        return ()
+    from fourfold.simulator.loads import both_splits, parse_mix
 
-    return loads_of(
-        parse_mix(str(conditions.documents)),
+    return both_splits(
+        parse_mix(conditions.documents),
         seq_len=plan.phases[0].seq_len,
         micro_batch=plan.recipe.pipeline.micro_batch,
         dp=plan.grid.dp,
         micro_batches=plan.num_micro_batches,
         cp=plan.grid.cp,
-        strategy=strategy,
         seed=conditions.seed,
     )
 
@@ -278,6 +280,7 @@ def _simulated(
     """Checks all that was asked for. What it returns plays it, and says and draws what came of it."""
     from fourfold.planner.timing.stack import load_stack
     from fourfold.report.simulation import print_simulation, simulation_json, simulation_page, worst_replica
+    from fourfold.simulator.answer import Answer
     from fourfold.simulator.critical import critical_path
     from fourfold.simulator.engine import simulate as simulated
     from fourfold.simulator.live import step_memory, timeline_of
@@ -285,29 +288,32 @@ def _simulated(
     from fourfold.simulator.whatif import what_if
 
     stack = load_stack(stack_name)
-    scenario = _scenario(plan, machines, stack, conditions)
+    splits = _splits(plan, conditions)
+    scenario = _scenario(plan, machines, stack, conditions, splits)
     write_traces = _traced(plan, scenario, traces, seed=conditions.seed)
 
     def play() -> None:
         played = simulated(scenario)
         dp, cp, tp = worst_replica(played)
         timeline = timeline_of(played, dp=dp, cp=cp, tp=tp)
-        found = {
-            "gains": what_if(scenario, played),
-            "path": critical_path(scenario, played),
-            "memory": step_memory(recipe_job(plan, machines, stack), timeline, plan.stages, stack),
-            "name": plan.recipe.output.name or recipe.stem,
-            "tokens": plan.phases[0].num_tokens,
-        }
+        answer = Answer(
+            scenario=scenario,
+            played=played,
+            gains=what_if(scenario, played),
+            path=critical_path(scenario, played),
+            memory=step_memory(recipe_job(plan, machines, stack), timeline, plan.stages, stack),
+            name=plan.recipe.output.name or recipe.stem,
+            tokens=plan.phases[0].num_tokens,
+            splits=splits if plan.grid.cp > 1 else (),
+        )
         written = write_traces(played)
         if drawings != Drawings():
             notes = (f"Costs of {machines.name} under stack {stack.name}; one step of the first phase of {recipe}.",)
-            page = simulation_page(scenario, played, notes=notes, **found)
-            written += _drawn(page, drawings)
+            written += _drawn(simulation_page(answer, notes=notes), drawings)
         if as_json:
-            print(json.dumps(simulation_json(scenario, played, **found)))
+            print(json.dumps(simulation_json(answer)))
             return
-        print_simulation(scenario, played, **found)
+        print_simulation(answer)
         if written:
             print(*written, sep="\n")
 

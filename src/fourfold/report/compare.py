@@ -43,14 +43,14 @@ def compare_text(found: Sequence[Compared], machines: Cluster) -> str:
                 words for words, holds in (("this recipe", one.of_recipe), ("does not fit", not one.fits)) if holds
             ),
         )
+    usable = (machines.chip.hbm_bytes - RESERVED) / GIB
     lines = [
         "Every kind of pipeline schedule. v: virtual stages per rank; bubble: of forwards and backwards; in flight: "
         "(micro-batch, chunk) pairs.",
         "",
         as_plain(table),
         "",
-        f"Memory is what the fullest rank allocates. {(machines.chip.hbm_bytes - RESERVED) / GIB:.1f} GiB are usable, of "
-        "which the allocator loses some.",
+        f"Memory is what the fullest rank allocates. {usable:.1f} GiB are usable, of which the allocator loses some.",
     ]
     lines += [f"note: {one.kind}, v {one.virtual_stages}: {one.note}" for one in can if one.note]
     lines += [f"not {one.kind}, v {one.virtual_stages}, nc {one.nc}: {one.refused}" for one in found if one.refused]

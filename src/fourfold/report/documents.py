@@ -9,18 +9,11 @@ from fourfold.report.drawing import Table
 from fourfold.simulator.loads import Loads
 
 SPLITS = {"head_tail": "head-tail", "per_document": "per document"}
-COLUMNS = (
-    "split",
-    "micro-batch: slowest over mean",
-    "micro-batch: slowest over fastest",
-    "step: slowest over mean",
-    "step: slowest over fastest",
-    "waiting",
-)
+COLUMNS = ("split", "micro-batch: over mean", "over fastest", "step: over mean", "over fastest", "waiting")
 NOTE = (
-    "Attention alone. Micro-batch: its CP ranks, which meet in every layer; the first a mean over all micro-batches, "
-    "the second their median. Step: all ranks, summed over their micro-batches. Waiting: the share of attention's time "
-    "in which the mean rank waits for the slowest of its micro-batch."
+    "Attention of the slowest rank over the mean and over the fastest one's. Micro-batch: its CP ranks, which meet in "
+    "every layer; mean and median over all. Step: all ranks, summed. Waiting: share of attention's time in which the "
+    "mean rank waits for the slowest of its micro-batch."
 )
 
 

@@ -132,5 +132,5 @@ class Page:
     @property
     def heading(self) -> tuple[str, ...]:
         """What a picture says of where it comes from: the title, the summary as one line, what was planted."""
-        summary = " · ".join(f"{name} {value}" for name, value in self.summary)
+        summary = "\N{NO-BREAK SPACE}· ".join(f"{name}\N{NO-BREAK SPACE}{value}" for name, value in self.summary)
         return (self.title, *([summary] if summary else []), *self.planted)

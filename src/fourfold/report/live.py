@@ -45,13 +45,12 @@ def activations_of(memory: StepMemory, *, rows: Sequence[str] | None = None) -> 
 
 
 def _most_held(memory: StepMemory, pp_rank: int, curve: Curve) -> str:
-    """How many activations a rank holds at most, when, and of which stages."""
+    """How many activations a rank holds at most, and when."""
     total = curve.bytes.sum(axis=0)
     if not total.any():
         return "holds no activations"
     at, pairs = int(total.argmax()), int(memory.ranks[pp_rank].in_flight.max())
-    largest = memory.peaks[pp_rank].stages[int(curve.bytes[:, at].argmax())]
     return (
-        f"activations peak at {format_bytes(float(total[at]))}, {duration(float(curve.times[at]))} into the step, most "
-        f"of them of stage {largest}; {pairs} (micro-batch, chunk) pair{'' if pairs == 1 else 's'} in flight at most"
+        f"activations peak at {format_bytes(float(total[at]))}, {duration(float(curve.times[at]))} into the step; "
+        f"{pairs} (micro-batch, chunk) pair{'' if pairs == 1 else 's'} in flight at most"
     )

@@ -102,28 +102,48 @@ def swatch(shade: str, *, striped: bool = False) -> str:
     return f'<i class="swatch{" striped" if striped else ""}" style="background-color:{shade}"></i>'
 
 
-def memory_section(memory: Memory) -> Iterable[str]:
+def memory_section(views: Sequence[Memory]) -> Iterable[str]:
+    """A chart of one or several views; the first is shown at first."""
+    memory = views[0]
     is_bytes = memory.quantity in BYTES
     title = "Memory of every rank over the step" if is_bytes else f"Held by every rank: {memory.quantity}"
     yield f'<section id="memory"><h2>{escape(title)}</h2>'
     options = "".join(f'<option value="{row}">{escape(label)}</option>' for row, label in enumerate(memory.rows))
     yield f'<div class="tools"><label>rank: <select id="rank">{options}</select></label>'
+    if len(views) > 1:
+        names = enumerate(map(_view_name, views))
+        choices = "".join(f'<option value="{number}">{escape(name)}</option>' for number, name in names)
+        yield f'<label>shown: <select id="view">{choices}</select></label>'
     yield '<label><input type="checkbox" id="others"> other ranks, as lines</label></div>'
     yield f'<p id="peak">{escape(_highest(memory))}</p>'
-    yield '<ul class="legend areas">'
-    for index, part in reversed([*enumerate(memory.parts)]):
-        if any(held[index].any() for held in memory.bytes):
-            yield f'<li data-part="{index}">{_part_swatch(index)}{escape(part)}</li>'
-    if memory.capacity is not None:
-        capacity = escape(quantity(memory.capacity, memory.quantity))
-        yield f'<li><span class="line limit"></span>memory of one GPU: {capacity}</li>'
-    yield "</ul>"
+    for number, view in enumerate(views):
+        yield from _areas(view, number)
     yield (
         f'<div class="plot" tabindex="0" role="application" aria-label="Memory over the same time as the timeline" '
         f'style="height:{_MEMORY_HEIGHT}px"></div>'
     )
     yield from peaks_table(memory)
     yield "</section>"
+
+
+def _view_name(memory: Memory) -> str:
+    """As the choice between several calls it."""
+    if memory.by_chunk:
+        return "activations by chunk"
+    return "bytes by kind" if memory.quantity in BYTES else memory.quantity
+
+
+def _areas(memory: Memory, number: int) -> Iterable[str]:
+    """The legend of a view, of the parts that there ever are."""
+    yield f'<ul class="legend areas" data-view="{number}"{" hidden" if number else ""}>'
+    for index, part in reversed([*enumerate(memory.parts)]):
+        if any(held[index].any() for held in memory.bytes):
+            shade = swatch(f"var(--F-{index})") if memory.by_chunk else _part_swatch(index)
+            yield f'<li data-part="{index}">{shade}{escape(part)}</li>'
+    if memory.capacity is not None:
+        capacity = escape(quantity(memory.capacity, memory.quantity))
+        yield f'<li><span class="line limit"></span>memory of one GPU: {capacity}</li>'
+    yield "</ul>"
 
 
 def _highest(memory: Memory) -> str:

@@ -20,7 +20,7 @@ def page_data(page: Page, columns: Columns) -> dict[str, Any]:
     """
     return {
         "timeline": None if page.timeline is None else _timeline(page.timeline, columns),
-        "memory": None if page.memory is None else _memory(page.memory, columns),
+        "memory": [_memory(view, columns) for view in memory_views(page)],
         "heatMaps": [_heat_map(heat_map, columns) for heat_map in page.heat_maps],
     }
 
@@ -67,6 +67,14 @@ def _boxes(timeline: Timeline, boxes: Boxes, columns: Columns) -> dict[str, Any]
     }
 
 
+def memory_views(page: Page) -> list[Memory]:
+    """What the chart of memory can show, the first at first. ValueError if the rows differ."""
+    views = [view for view in (page.memory, page.chunks) if view is not None]
+    if len({view.rows for view in views}) > 1:
+        raise ValueError("memory: its views must have the same rows")
+    return views
+
+
 def _memory(memory: Memory, columns: Columns) -> dict[str, Any]:
     """Curves one after the other: times of all rows, and bytes [row][part][time]."""
     counts = {len(memory.rows), len(memory.times), len(memory.bytes), len(memory.peaks)}
@@ -82,7 +90,7 @@ def _memory(memory: Memory, columns: Columns) -> dict[str, Any]:
         "quantity": memory.quantity,
         "rows": memory.rows,
         "parts": memory.parts,
-        "colours": [series_colour(index) for index in range(len(memory.parts))],
+        "colours": None if memory.by_chunk else [series_colour(index) for index in range(len(memory.parts))],
         "peaks": memory.peaks,
         "capacity": memory.capacity,
         "first": columns.integers(np.cumsum([0, *map(len, memory.times)])),

@@ -20,7 +20,7 @@ from fourfold.report.drawing import KINDS, Page, Split, Table
 from fourfold.report.files import write_whole
 from fourfold.report.page.charts import heat_map_reading, heat_map_section, memory_section, swatch, timeline_section
 from fourfold.report.page.columns import Columns
-from fourfold.report.page.data import page_data
+from fourfold.report.page.data import memory_views, page_data
 from fourfold.report.page.words import quantity, share_words
 
 _FOLDER = resources.files("fourfold.report.page")
@@ -105,7 +105,11 @@ def _colours(page: Page) -> str:
 
 def _boxes(page: Page, *, dark: bool = False) -> dict[str, str]:
     """The colour of every kind and chunk of the timeline, and that of a text on it."""
-    chunks = 0 if page.timeline is None else max(page.timeline.num_chunks, 1)
+    chunks = max(
+        0 if page.timeline is None else max(page.timeline.num_chunks, 1),
+        *(len(view.parts) for view in memory_views(page) if view.by_chunk),
+        0,
+    )
     shades = {f"{kind}-{i}": palette.colour(kind, i, chunks, dark=dark) for kind in KINDS for i in range(chunks)}
     return shades | {f"{name}-ink": palette.ink_on(shade) for name, shade in shades.items()}
 
@@ -132,8 +136,8 @@ def _body(page: Page) -> Iterable[str]:
     if page.timeline is not None:
         yield from timeline_section(page.timeline)
     yield from _more((*page.findings[_MOST_FINDINGS:], *page.more))
-    if page.memory is not None:
-        yield from memory_section(page.memory)
+    if views := memory_views(page):
+        yield from memory_section(views)
     for split in page.splits:
         yield from _split(split)
     if page.heat_maps:
@@ -143,9 +147,9 @@ def _body(page: Page) -> Iterable[str]:
         yield f'</div><p class="hint">{escape(heat_map_reading(page.heat_maps))}</p>'
     for table in page.tables:
         yield from _table(table)
-    if page.notes:
+    if page.notes or page.planted:
         yield "<section><h2>Assumptions</h2><ul>"
-        yield from (f"<li>{escape(note)}</li>" for note in page.notes)
+        yield from (f"<li>{escape(note)}</li>" for note in (*page.notes, *page.planted))
         yield "</ul></section>"
     yield '</main><div id="tip" role="status" aria-live="polite" hidden></div>'
 

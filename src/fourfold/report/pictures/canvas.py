@@ -123,9 +123,9 @@ def write_head(figure: Figure, lines: Sequence[Line], *, left: float = 0.15, top
 
 
 def wrapped(text: str, width: float, size: float, *, bold: bool = False) -> list[str]:
-    """Lines of whole words, none wider than `width` inches unless it is a single word."""
+    """Lines of whole words, none wider than `width` inches unless it is a single word. A no-break space is none."""
     lines: list[str] = []
-    for word in text.split():
+    for word in text.split(" "):
         longer = f"{lines[-1]} {word}" if lines else word
         if lines and text_width(longer, size, bold=bold) <= width:
             lines[-1] = longer

@@ -20,7 +20,7 @@ from fourfold.report.pictures.canvas import (
     write_at,
 )
 
-_PANEL = 1.6  # inches of a panel, for text of 8 points
+_PANEL = 1.6  # inches of a panel, for text of 8 points; it grows less than the text
 _MOST_NAMES = 8  # of curves
 _FIRST, _LAST = 0.05, 0.88  # of the colour map, whose yellow end is hard to see on white
 
@@ -46,7 +46,7 @@ def curves_height(memory: Memory, width: float, text: float) -> float:
     """Inches that `draw_curves` fills, heads and numbers of the axes included."""
     line = text / POINTS
     sentence = len(_peak_lines(memory, width, text))
-    return _num_panels(memory) * (_PANEL * text / 8 + line * 4) + sentence * line * 1.5
+    return _num_panels(memory) * (_panel_height(text) + line * 4) + sentence * line * 1.5
 
 
 def draw_curves(
@@ -57,7 +57,7 @@ def draw_curves(
     Lengths in inches, text in points.
     """
     line = text / POINTS
-    height = _PANEL * text / 8
+    height = _panel_height(text)
     peak_row, peak = _peak(memory)
     in_bytes = memory.quantity == "bytes"
     limit = max(peak, memory.capacity or 0.0) or 1.0
@@ -94,6 +94,10 @@ def draw_curves(
         at += height + line * 1.8
     assert axes is not None
     return axes
+
+
+def _panel_height(text: float) -> float:
+    return _PANEL * (text / 8) ** 0.5
 
 
 def _num_panels(memory: Memory) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -10,28 +10,22 @@ import numpy as np
 
 from fourfold.report.simulation.findings import findings
 from fourfold.report.simulation.measures import exposed, means, own_computing, slowest
+from fourfold.simulator.answer import Answer
 from fourfold.simulator.causes import idle_by_phase
 from fourfold.simulator.critical import CriticalPath
 from fourfold.simulator.live import StepMemory
+from fourfold.simulator.loads import Loads
 from fourfold.simulator.played import CLASSES, Played
 from fourfold.simulator.scenario import Scenario
-from fourfold.simulator.whatif import Gain
 
 FORMAT = 1
 _MOST_RANKS = 16  # of the critical path's, the most important
 
 
-def simulation_json(
-    scenario: Scenario,
-    played: Played,
-    *,
-    gains: Sequence[Gain],
-    path: CriticalPath,
-    memory: StepMemory | None = None,
-    name: str = "",
-    tokens: int | None = None,
-) -> dict[str, Any]:
-    """Arguments as those of `simulation_page`."""
+def simulation_json(answer: Answer) -> dict[str, Any]:
+    """docs/formats.md explains the keys."""
+    scenario, played, gains, path = answer.scenario, answer.played, answer.gains, answer.path
+    memory, name, tokens = answer.memory, answer.name, answer.tokens
     grid, schedule, lanes = scenario.grid, scenario.schedule, played.lanes
     found = findings(scenario, played, gains=gains, path=path, memory=memory)
     return {
@@ -50,6 +44,7 @@ def simulation_json(
         },
         "slow": list(scenario.faults.descriptions()),
         "documents": None if scenario.loads is None else scenario.loads.mix,
+        "cp_splits": [_split(loads) for loads in answer.splits],
         "step_seconds": played.step_seconds,
         "pipeline_seconds": played.pipeline_seconds,
         "tokens_per_second": None if not tokens else tokens / played.step_seconds,
@@ -97,9 +92,9 @@ def _ranks(scenario: Scenario, played: Played, path: CriticalPath, memory: StepM
             "pp_rank": pp_rank,
             "stages": list(range(pp_rank, scenario.schedule.num_stages, scenario.grid.pp)),
             "spent": {one: float(played.spent[one][:, pp_rank].mean()) for one in CLASSES},
-            "idle_filling": float(idle[0, pp_rank]),
-            "idle_full": float(idle[1, pp_rank]),
-            "idle_draining": float(idle[2, pp_rank]),
+            "bubble_warm_up": float(idle[0, pp_rank]),
+            "bubble_steady_state": float(idle[1, pp_rank]),
+            "bubble_cool_down": float(idle[2, pp_rank]),
             "path_share": path.by_pipeline_rank[pp_rank],
             "peak_bytes": None if memory is None else memory.peaks[pp_rank].total,
         }
@@ -128,4 +123,20 @@ def _memory(memory: StepMemory) -> dict[str, Any]:
         "worst_rank": memory.worst_rank,
         "capacity_bytes": memory.capacity,
         "ranks": [asdict(rank) | {"stages": list(rank.stages)} for rank in memory.peaks],
+    }
+
+
+def _split(loads: Loads) -> dict[str, Any]:
+    """Infinite factors, of ranks without work, are null."""
+
+    def finite(factor: float) -> float | None:
+        return factor if math.isfinite(factor) else None
+
+    return {
+        "strategy": loads.strategy,
+        "slowest_over_mean": loads.slowest_over_mean,
+        "slowest_over_fastest": finite(loads.slowest_over_fastest),
+        "slowest_over_mean_per_micro_batch": loads.slowest_over_mean_per_micro_batch,
+        "slowest_over_fastest_per_micro_batch": finite(loads.slowest_over_fastest_per_micro_batch),
+        "waiting_share": loads.waiting_share,
     }

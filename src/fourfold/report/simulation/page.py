@@ -8,6 +8,7 @@ import numpy as np
 
 from fourfold.planner.memory.peak import RESERVED
 from fourfold.report import drawing
+from fourfold.report.documents import documents_table
 from fourfold.report.live import activations_of, memory_of
 from fourfold.report.simulation.findings import findings
 from fourfold.report.simulation.measures import exposed_shares, means, own_computing
@@ -15,43 +16,28 @@ from fourfold.report.simulation.tables import pipeline_table, what_if_table
 from fourfold.report.simulation.timeline import simulation_timeline, worst_replica
 from fourfold.report.simulation.words import CLASS_WORDS, PATH_WORDS, bubble_words, layout_of
 from fourfold.report.text import format_bytes, format_count
+from fourfold.simulator.answer import Answer
 from fourfold.simulator.causes import causes, duration
 from fourfold.simulator.critical import CriticalPath, Replica
 from fourfold.simulator.live import StepMemory
 from fourfold.simulator.played import COMPUTING, Played
 from fourfold.simulator.scenario import Scenario
-from fourfold.simulator.whatif import Gain
 
 PEAK = "peak memory"
 _ALIKE = 0.01  # of a heat map's range: what differs by less looks the same
 _WAITS = ("tp_wait", "cp_wait", "pp_wait", "dp_wait", "end_wait")
 
 
-def simulation_page(
-    scenario: Scenario,
-    played: Played,
-    *,
-    gains: Sequence[Gain],
-    path: CriticalPath,
-    memory: StepMemory | None = None,
-    name: str = "",
-    tokens: int | None = None,
-    replica: Replica | None = None,
-    notes: Sequence[str] = (),
-) -> drawing.Page:
+def simulation_page(answer: Answer, *, replica: Replica | None = None, notes: Sequence[str] = ()) -> drawing.Page:
     """All of a step.
 
     Args:
-        scenario: what was simulated.
-        played: what came of it, with the times of all nodes.
-        gains: what would help.
-        path: its critical path.
-        memory: live bytes through the step, if they are to be shown.
-        name: of the recipe.
-        tokens: of the step.
+        answer: what is known of it.
         replica: whose timeline is shown, as (dp, cp, tp) of what was simulated; default: the one that ends last.
         notes: what was assumed.
     """
+    scenario, played, gains, path = answer.scenario, answer.played, answer.gains, answer.path
+    memory, name = answer.memory, answer.name
     found = causes(scenario, played, replica=replica or worst_replica(played))
     timeline = simulation_timeline(scenario, played, found=found)
     said = findings(scenario, played, gains=gains, path=path, memory=memory, found=found)
@@ -59,7 +45,7 @@ def simulation_page(
         title=f"{name}: {layout_of(scenario)}" if name else layout_of(scenario),
         summary=(
             *summary(played, memory=memory),
-            *_rate(scenario, played, tokens),
+            *_rate(scenario, played, answer.tokens),
             ("ranks", f"{scenario.grid.size:,}"),
         ),
         warnings=() if memory is None or memory.fits else (PEAK,),
@@ -70,7 +56,11 @@ def simulation_page(
         chunks=None if memory is None else activations_of(memory, rows=timeline.rows),
         splits=(step_split(played), path_split(path)),
         heat_maps=rank_heat_maps(scenario, played) if scenario.grid.size > 1 else (),
-        tables=(what_if_table(gains), pipeline_table(played, path, memory=memory)),
+        tables=(
+            what_if_table(gains),
+            pipeline_table(played, path, memory=memory),
+            *([documents_table(answer.splits)] if answer.splits else []),
+        ),
         notes=tuple(notes),
         planted=tuple(f"Slow on purpose: {text}." for text in scenario.faults.descriptions()),
     )

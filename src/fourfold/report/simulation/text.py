@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TextIO
 
 import numpy as np
@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fourfold.report import drawing
+from fourfold.report.documents import documents_table
 from fourfold.report.memory import MEMORY_LEGEND, memory_table
 from fourfold.report.plan import as_plain
 from fourfold.report.simulation.findings import findings
@@ -25,31 +26,20 @@ from fourfold.report.simulation.page import summary
 from fourfold.report.simulation.tables import pipeline_table, time_table, what_if_table
 from fourfold.report.simulation.words import layout_of
 from fourfold.report.text import format_count
-from fourfold.simulator.critical import CriticalPath
+from fourfold.simulator.answer import Answer
 from fourfold.simulator.live import StepMemory
 from fourfold.simulator.played import Played
 from fourfold.simulator.scenario import Scenario
-from fourfold.simulator.whatif import Gain
 
 _INDENT = (0, 0, 0, 2)
 _MOST_GAINS = 12  # lines of what would help
 _WIDTH = 120  # characters of a line, on a terminal that is wider as well
 
 
-def print_simulation(
-    scenario: Scenario,
-    played: Played,
-    *,
-    gains: Sequence[Gain],
-    path: CriticalPath,
-    memory: StepMemory | None = None,
-    name: str = "",
-    tokens: int | None = None,
-    file: TextIO | None = None,
-) -> None:
-    """Prints a step; pretty where `file` (default stdout) is a terminal, plain elsewhere. See `simulation_page`."""
+def print_simulation(answer: Answer, *, file: TextIO | None = None) -> None:
+    """Prints a step; pretty where `file` (default stdout) is a terminal, plain elsewhere."""
     file = sys.stdout if file is None else file
-    what = _render(scenario, played, gains=gains, path=path, memory=memory, name=name, tokens=tokens)
+    what = _render(answer)
     if file.isatty():
         console = Console(file=file, highlight=False)
         console.print(what, width=min(console.width, _WIDTH))
@@ -57,31 +47,14 @@ def print_simulation(
         print(as_plain(what, width=_WIDTH), file=file)
 
 
-def simulation_text(
-    scenario: Scenario,
-    played: Played,
-    *,
-    gains: Sequence[Gain],
-    path: CriticalPath,
-    memory: StepMemory | None = None,
-    name: str = "",
-    tokens: int | None = None,
-) -> str:
-    """The plain form: ASCII, no colour, no trailing spaces. Arguments as those of `simulation_page`."""
-    what = _render(scenario, played, gains=gains, path=path, memory=memory, name=name, tokens=tokens)
-    return as_plain(what, width=_WIDTH)
+def simulation_text(answer: Answer) -> str:
+    """The plain form: ASCII, no colour, no trailing spaces."""
+    return as_plain(_render(answer), width=_WIDTH)
 
 
-def _render(
-    scenario: Scenario,
-    played: Played,
-    *,
-    gains: Sequence[Gain],
-    path: CriticalPath,
-    memory: StepMemory | None,
-    name: str,
-    tokens: int | None,
-) -> RenderableType:
+def _render(answer: Answer) -> RenderableType:
+    scenario, played, gains, path = answer.scenario, answer.played, answer.gains, answer.path
+    memory, name, tokens = answer.memory, answer.name, answer.tokens
     said = findings(scenario, played, gains=gains, path=path, memory=memory)
     parts: list[RenderableType] = [
         Text.assemble("Step of ", (name or "the layout", "bold"), f" on {scenario.grid.size:,} ranks"),
@@ -90,6 +63,8 @@ def _render(
         *_table(time_table(played, path)),
         *_table(pipeline_table(played, path)),
     ]
+    if answer.splits:
+        parts += _table(documents_table(answer.splits))
     if gains:
         table = what_if_table(gains[:_MOST_GAINS])
         parts += _table(dataclasses.replace(table, title=f"{table.title} (each alone; gains do not add up)", note=""))

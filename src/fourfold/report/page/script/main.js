@@ -4,7 +4,8 @@ const element = (id) => document.getElementById(id);
 
 function frameOf({ timeline, memory }, bytes) {
   if (timeline) return new Frame(timeline.span, timeline.unit);
-  return memory && new Frame(Math.max(0, ...readColumn(bytes, memory.times)), memory.unit);
+  const [first] = memory;
+  return first && new Frame(Math.max(0, ...readColumn(bytes, first.times)), first.unit);
 }
 
 function start(data, bytes) {
@@ -15,7 +16,7 @@ function start(data, bytes) {
     timeline = new Timeline(element("timeline").querySelector(".plot"), data.timeline, bytes, frame);
     charts.push(timeline);
   }
-  if (data.memory) {
+  if (data.memory.length) {
     memory = new Memory(element("memory").querySelector(".plot"), data.memory, bytes, frame);
     charts.push(memory);
   }
@@ -68,8 +69,12 @@ function connect(frame, timeline, memory) {
     for (const line of element("peaks").rows) {
       line.classList.toggle("chosen", row >= Number(line.dataset.row) && row <= Number(line.dataset.last));
     }
+    element("peaks").closest("details").hidden = memory.view > 0; // they are of the first view
     const has = memory.partsOf(row);
-    for (const entry of document.querySelectorAll("[data-part]")) entry.hidden = !has[entry.dataset.part];
+    for (const legend of document.querySelectorAll("[data-view]")) {
+      legend.hidden = legend.dataset.view !== String(memory.view);
+      for (const entry of legend.querySelectorAll("[data-part]")) entry.hidden = !has[entry.dataset.part];
+    }
   };
   for (const chart of [timeline, memory]) if (chart) chart.onSelect = select;
   rank?.addEventListener("change", () => select(Number(rank.value)));
@@ -84,6 +89,10 @@ function connect(frame, timeline, memory) {
   for (const button of document.querySelectorAll("[data-do]")) {
     button.addEventListener("click", does[button.dataset.do]);
   }
+  element("view")?.addEventListener("change", ({ target }) => {
+    memory.read(Number(target.value));
+    select(memory.selected);
+  });
   element("others")?.addEventListener("change", ({ target }) => memory.showOthers(target.checked));
   element("lanes")?.addEventListener("change", ({ target }) => timeline.showLanes(target.checked));
 }

@@ -4,17 +4,10 @@ const DENSE = 4; // pixels: where a line has more than a step in as many, its up
 const COARSE = 12; // ... in columns of as many, or many lines would become one grey band
 
 class Memory {
-  constructor(host, data, bytes, frame) {
-    Object.assign(this, { host, data, frame });
-    this.first = readColumn(bytes, data.first);
-    this.times = readColumn(bytes, data.times);
-    this.held = readColumn(bytes, data.bytes); // [row][part][time]
-    this.totals = new Float64Array(this.times.length);
-    this.peak = data.rows.map((_, row) => this.sum(row)); // index of each row's largest total; -1: no times
-    const largest = Math.max(0, ...this.peak.map((i) => (i < 0 ? 0 : this.totals[i])));
-    // The limit is drawn if it does not press the curves flat.
-    this.limit = data.capacity && data.capacity < 3 * largest ? data.capacity : null;
-    this.top = Math.max(largest, this.limit ?? 0) * 1.16 || 1; // with room for a text above
+  /** @param views what can be shown, of the same rows: the first is shown at first. */
+  constructor(host, views, bytes, frame) {
+    Object.assign(this, { host, frame, views, columnBytes: bytes });
+    this.read(0);
     this.selected = 0;
     this.withOthers = false;
     this.onSelect = (row) => this.select(row); // when a row is chosen here
@@ -26,6 +19,26 @@ class Memory {
       scroll: () => {},
       key: (key) => this.key(key),
     });
+  }
+
+  /** Takes the numbers of a view. */
+  read(view) {
+    const [data, bytes] = [this.views[view], this.columnBytes];
+    Object.assign(this, { view, data });
+    this.first = readColumn(bytes, data.first);
+    this.times = readColumn(bytes, data.times);
+    this.held = readColumn(bytes, data.bytes); // [row][part][time]
+    this.totals = new Float64Array(this.times.length);
+    this.peak = data.rows.map((_, row) => this.sum(row)); // index of each row's largest total; -1: no times
+    const largest = Math.max(0, ...this.peak.map((i) => (i < 0 ? 0 : this.totals[i])));
+    // The limit is drawn if it does not press the curves flat.
+    this.limit = data.capacity && data.capacity < 3 * largest ? data.capacity : null;
+    this.top = Math.max(largest, this.limit ?? 0) * 1.16 || 1; // with room for a text above
+  }
+
+  /** The colour of a part; a chunk has that of its forwards. */
+  colour(part) {
+    return this.data.colours ? this.data.colours[part] : theme.colour(`F-${part}`);
   }
 
   /** The row with the highest peak. */
@@ -175,7 +188,7 @@ class Memory {
       for (let k = 0; k < shown.length; k++) {
         if (shown[k] >= 0) ceiling[k] += this.bytes(this.selected, part, shown[k]);
       }
-      context.fillStyle = this.data.colours[part];
+      context.fillStyle = this.colour(part);
       context.beginPath();
       for (let k = 0; k < shown.length; k++) this.stair(context, ceiling, k, k + 1, width);
       for (let k = shown.length - 1; k >= 0; k--) this.stair(context, floor, k + 1, k, width);
@@ -268,7 +281,7 @@ class Memory {
     frame.point(time);
     const i = this.at(row, time);
     const held = (part) => (i < 0 ? 0 : this.bytes(row, part, i));
-    const parts = data.parts.map((name, part) => [name, held(part), data.colours[part]]).reverse();
+    const parts = data.parts.map((name, part) => [name, held(part), this.colour(part)]).reverse();
     const place = this.host.getBoundingClientRect();
     tip.show(place.left + x, place.top + y, {
       title: this.words(i < 0 ? 0 : this.totals[i]),
