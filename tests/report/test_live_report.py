@@ -24,6 +24,7 @@ def test_curves_rows_and_peaks() -> None:
     drawn = memory_of(memory)
     assert drawn.rows == ("pp 0", "pp 1")
     assert len(drawn.parts) == len(PARTS)
+    assert memory.capacity is not None
     assert drawn.capacity == memory.capacity - RESERVED
     for rank, peak in enumerate(memory.peaks):
         assert drawn.bytes[rank].shape == (len(PARTS), len(drawn.times[rank]))
@@ -44,7 +45,7 @@ def test_activations_by_chunk() -> None:
         assert drawn.bytes[rank].sum(axis=0).max() == pytest.approx(of_kind.max())
         pairs = int(memory.ranks[rank].in_flight.max())
         assert f"{pairs} (micro-batch, chunk) pairs" in drawn.peaks[rank]
-    # Two micro-batches of warm-up in the first chunk, before the second begins: no other has any until then.
+    # The second chunk of the first rank begins while the first one's micro-batches are in flight.
     first = int(np.flatnonzero(drawn.bytes[0][1])[0])
     assert drawn.bytes[0][0, first] > 0
     assert activations_of(memory, rows=("a", "b")).rows == ("a", "b")

@@ -159,10 +159,10 @@ class TestTimeline:
 
     def test_a_row_has_all_numbers_or_none(self, tmp_path: Path) -> None:
         # Forwards in which one digit would fit, and two do not: 0 to 9 alone would look like all there are.
-        timeline = schedule_timeline(generate(pp=1, v=1, num_micro_batches=120, kind="1f1b"))
+        timeline = schedule_timeline(generate(pp=1, v=1, num_micro_batches=60, kind="1f1b"))
         write_timeline(tmp_path / "a.svg", timeline)
         found = Counter(texts(tmp_path / "a.svg"))
-        assert {number: found[str(number)] for number in (1, 9, 11, 109, 119)} == dict.fromkeys((1, 9, 11, 109, 119), 1)
+        assert {number: found[str(number)] for number in (1, 9, 11, 59)} == dict.fromkeys((1, 9, 11, 59), 1)
 
     @pytest.mark.parametrize("suffix", ["png", "svg"])
     def test_no_wider_than_a_slide_shows(self, suffix: str, tmp_path: Path) -> None:
@@ -183,7 +183,8 @@ class TestTimeline:
         assert page.timeline is not None
         write_timeline(tmp_path / "a.svg", page.timeline, page.memory, heading=page.heading)
         found = [text.replace("\N{NO-BREAK SPACE}", " ") for text in texts(tmp_path / "a.svg")]
-        assert found.count(page.title) >= 1
+        assert found.count(page.title) == 1
+        assert not any(text.startswith(f"{page.title}:") for text in found)  # the timeline's own title
         assert "Slow on purpose: rank 77 computes 1.5 times as long." in found
         assert any("step 42 F" in text for text in found)
 
@@ -199,7 +200,7 @@ class TestTimeline:
         assert (image[:, -int(0.1 * DPI) :] == 255).all()
 
     def test_equal_boxes_that_are_narrower_than_pixels_look_alike(self, tmp_path: Path) -> None:
-        count = 4000
+        count = 2000
         start, zero, none = np.arange(count) * 1.0, np.zeros(count, dtype=int), np.full(count, -1)
         narrow = Boxes(zero, zero, zero, zero, start, start + 0.5, np.full(count, 0.5), none)
         write_timeline(tmp_path / "a.png", Timeline("t", "F", ("pp 0",), 1, 1, narrow, span=float(count)))
@@ -207,8 +208,8 @@ class TestTimeline:
         red = [rgb(colour("F"))[0], rgb(IDLE)[0]]
         busy = np.abs(image[:, :, 0] - np.mean(red)) < 0.3 * (red[1] - red[0])
         line = image[int(busy.sum(axis=1).argmax()), :, 0]
-        inside = line[np.flatnonzero(line < 250)[2] : np.flatnonzero(line < 250)[-2]]
-        smooth = np.convolve(inside, np.full(6, 1 / 6), "valid")
+        inside = line[400:-100]  # right of the label
+        smooth = np.convolve(inside, np.full(14, 1 / 14), "valid")  # over ten boxes
         assert np.ptp(smooth) < 0.15 * (red[1] - red[0])
 
     def test_numbers_that_do_not_fit_are_left_out_alone(self, tmp_path: Path) -> None:

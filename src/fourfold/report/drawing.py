@@ -115,19 +115,19 @@ class Page:
     """The few sentences that matter most, the most important first, at most four: they stand before the timeline."""
     timeline: Timeline | None = None
     memory: Memory | None = None
-    chunks: Memory | None = None
-    """A second view of `memory`, of the same rows: activations by chunk."""
     splits: tuple[Split, ...] = ()
     heat_maps: tuple[HeatMap, ...] = ()
     tables: tuple[Table, ...] = ()
     notes: tuple[str, ...] = field(default=())
     """What was assumed."""
-    planted: tuple[str, ...] = ()
-    """Sentences: what was made slow on purpose."""
     warnings: tuple[str, ...] = ()
     """Names of the entries of `summary` that are bad, such as a memory over the capacity."""
     more: tuple[str, ...] = ()
     """Further sentences: they are folded, after the timeline."""
+    chunks: Memory | None = None
+    """A second view of `memory`, of the same rows: activations by chunk."""
+    planted: tuple[str, ...] = ()
+    """Sentences: what was made slow on purpose."""
 
     @property
     def heading(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import get_hinting_flag
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 
@@ -65,7 +66,7 @@ def text_width(text: str, size: float, *, bold: bool = False) -> float:
     font.set_size(size, DPI)  # as it is drawn: letters are fitted to pixels, which are not as wide at each resolution
     widths = [0.0]
     for line in text.splitlines():
-        font.set_text(line)
+        font.set_text(line, 0.0, flags=get_hinting_flag())
         widths.append(font.get_width_height()[0] / 64 / DPI)  # from 26.6 fixed point
     return max(widths)
 
@@ -106,8 +107,10 @@ def head_lines(heading: Sequence[str], title: str, *, width: float, text: float)
     line = text / POINTS
     parts = [(heading[0], 1.5, 2.1, True, INK)] if heading else []
     parts += [(more, 1.0, 1.6, False, INK) for more in heading[1:]]
-    # Under a heading, the title is one more line.
-    parts += [(title, 1.0, 1.9, False, QUIET) if heading else (title, 1.25, 1.9, True, INK)]
+    if not heading:
+        parts = [(title, 1.25, 1.9, True, INK)]
+    elif not title.startswith(heading[0]):  # or the heading says it all
+        parts += [(title, 1.0, 1.9, False, QUIET)]
     return [
         Line(words, text * scale, line * pitch, bold, colour)
         for whole, scale, pitch, bold, colour in parts

@@ -35,7 +35,7 @@ _MAX_WIDTH = 20.0  # inches of the picture, if labels leave enough of that: more
 _BOX_WIDTH = 0.115  # inches of a short box, if all fit: two digits in readable size
 _TEXT_AT = 11.0  # inches of the axis for text of 8 points; it is larger in a wider picture, but not twice as large
 _ROW, _MAX_ROWS = 0.3, 6.5  # inches of a row for text of 8 points, and of all of them together
-_SMALLEST = 5.0  # points of a number
+_SMALLEST, _LEAST = 5.0, 0.45  # points of a number, and part of the text's size
 _MOST = 0.5  # part of the boxes of a row and stage in which a number must fit, or none of them has one
 _LARGEST_RATIO = 1.5  # of the sizes of numbers in boxes of different kinds
 _PARTED, _ALIGNED = 2.0, 8.0  # points of a typical box from which on there are lines between boxes, in whole pixels
@@ -218,7 +218,7 @@ def _number_sizes(timeline: Timeline, size: _Measures) -> np.ndarray:
     np.maximum.at(widest, boxes.row, boxes.micro_batch)
     fits = size_that_fits(widest[boxes.row], (boxes.end - boxes.start) * size.per_time * POINTS, height)
     kinds = np.unique(boxes.kind[numbered]).tolist()
-    readable = numbered & (fits >= _SMALLEST)
+    readable = numbered & (fits >= max(_SMALLEST, _LEAST * size.text))
     wanted = {kind: float(fits[readable & (boxes.kind == kind)].min(initial=np.inf)) for kind in kinds}
     most = _LARGEST_RATIO * min(wanted.values(), default=0.0)
     points = np.zeros(len(fits))
