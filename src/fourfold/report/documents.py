@@ -9,7 +9,7 @@ from fourfold.report.drawing import Table
 from fourfold.simulator.loads import Loads
 
 SPLITS = {"head_tail": "head-tail", "per_document": "per document"}
-COLUMNS = ("split", "micro-batch: over mean", "over fastest", "step: over mean", "over fastest", "waiting")
+COLUMNS = ("split", "micro-batch: over mean", "over fastest", "step: over mean", "step: over fastest", "waiting")
 NOTE = (
     "Attention of the slowest rank over the mean and over the fastest one's. Micro-batch: its CP ranks, which meet in "
     "every layer; mean and median over all. Step: all ranks, summed. Waiting: share of attention's time in which the "
