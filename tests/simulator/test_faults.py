@@ -16,10 +16,11 @@ def test_read() -> None:
     faults.check(GRID)
     assert faults.descriptions() == (
         "rank 5 computes 1.5 times as long",
-        "the link of ranks 12 and 13 is 3 times as slow",
+        "the link of ranks 12 and 13 takes 3 times as long",
         "the host of rank 7 launches computations 0.02 s late",
         "computations vary by 1.0% (seed 4)",
     )
+    assert Faults(ranks={1: 0.5}).descriptions() == ("rank 1 computes 50% as long",)
     assert not Faults()
     assert Faults.parse([]) == Faults()
 

@@ -418,10 +418,10 @@ def figures(
         numbers = chosen(only)
         if page is not None and out is None:
             raise ValueError("--page: shows the pictures, so it needs --out, a folder for them")
-        if page is not None:
-            check_target(page, (".md",))
         if out is not None:
             _make_folder(out)
+        if page is not None:
+            check_target(page, (".md",))
         made = [FIGURES[number]() for number in numbers]
         if out is not None:
             for figure in made:

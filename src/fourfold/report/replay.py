@@ -35,7 +35,11 @@ def replay_text(found: Replayed) -> str:
     if found.normal:
         lines += ["", "  as fast as its peers, a rank would save"]
         lines += [f"    rank {rank:<7} {duration(max(seconds, 0.0))}" for rank, seconds in found.normal[:SHOWN]]
-    notes = [*logs.notes, f"whole steps in the logs: {', '.join(map(str, logs.steps))}"]
+    notes = [
+        "logs have the forwards, backwards and FSDP's collectives of a step; data, optimizer and checks are beside",
+        *logs.notes,
+        f"whole steps in the logs: {', '.join(map(str, logs.steps))}",
+    ]
     return "\n".join([*lines, "", *(f"note: {note}" for note in notes)])
 
 

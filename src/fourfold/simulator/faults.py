@@ -77,11 +77,19 @@ class Faults:
     def descriptions(self) -> tuple[str, ...]:
         """A sentence for each."""
         return (
-            *(f"rank {rank} computes {factor:g} times as long" for rank, factor in self.ranks.items()),
-            *(f"the link of ranks {a} and {b} is {factor:g} times as slow" for (a, b), factor in self.links.items()),
+            *(f"rank {rank} computes {_longer(factor)} as long" for rank, factor in self.ranks.items()),
+            *(
+                f"the link of ranks {a} and {b} takes {_longer(factor)} as long"
+                for (a, b), factor in self.links.items()
+            ),
             *(f"the host of rank {r} launches computations {s:g} s late" for r, s in self.cpus.items()),
             *((f"computations vary by {self.jitter:.1%} (seed {self.seed})",) if self.jitter else ()),
         )
+
+
+def _longer(factor: float) -> str:
+    """1.5 times; what is faster than normal, too."""
+    return f"{factor:g} times" if factor >= 1 else f"{factor:.0%}"
 
 
 def _read(text: str) -> tuple[str, tuple[int, ...], float]:
