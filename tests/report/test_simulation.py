@@ -324,8 +324,8 @@ class TestFindings:
         first, more = step.findings()
         assert first == (
             "Bubble, mean of all ranks: 9 s, 33.3% of the step (50.0% of forwards and backwards), of that 50% in "
-            "warm-up and 50% in cool-down. The schedule alone makes 50.0% (even stages, backward = 2 forwards, free "
-            "messages).",
+            "warm-up and 50% in cool-down. The schedule alone makes 50.0% of forwards and backwards (even stages, "
+            "B = 2 F, free messages).",
         )
         assert more[:2] == (
             "Computing, mean of all ranks: 18 s of the step's 27 s, 66.7%.",

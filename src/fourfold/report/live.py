@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from fourfold.planner.memory.peak import PARTS, RESERVED
 from fourfold.planner.search.misses import BYTES_WORDS
 from fourfold.report import drawing
@@ -49,7 +51,8 @@ def _most_held(memory: StepMemory, pp_rank: int, curve: Curve) -> str:
     total = curve.bytes.sum(axis=0)
     if not total.any():
         return "holds no activations"
-    at, pairs = int(total.argmax()), int(memory.ranks[pp_rank].in_flight.max())
+    at = int(np.argmax(total >= (1 - 1e-6) * total.max()))  # of a plateau the beginning, as the page marks it
+    pairs = int(memory.ranks[pp_rank].in_flight.max())
     return (
         f"activations peak at {format_bytes(float(total[at]))}, {duration(float(curve.times[at]))} into the step; "
         f"{pairs} (micro-batch, chunk) pair{'' if pairs == 1 else 's'} in flight at most"

@@ -17,7 +17,7 @@ KIND_NAMES = {
     "SEND_B": "sends a gradient",
     "GATHER": "gathers weights",
     "REDUCE": "reduces gradients",
-    "STEP": "optimizer",
+    "STEP": "optimizer and fixed cost",
 }
 """What `drawing.KINDS` are, as a legend says it."""
 

@@ -142,7 +142,7 @@ def _areas(memory: Memory, number: int) -> Iterable[str]:
             yield f'<li data-part="{index}">{shade}{escape(part)}</li>'
     if memory.capacity is not None:
         capacity = escape(quantity(memory.capacity, memory.quantity))
-        yield f'<li><span class="line limit"></span>memory of one GPU: {capacity}</li>'
+        yield f'<li><span class="line limit"></span>usable memory of one GPU: {capacity}</li>'
     yield "</ul>"
 
 

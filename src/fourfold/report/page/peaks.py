@@ -62,5 +62,5 @@ def _peaks(memory: Memory) -> tuple[list[_Peak], list[str]]:
         cells += [quantity(float(parts[row, part]), unit) for part in large]
         cells += [quantity(float(rest[row]), unit)] if has_rest else []
         peaks.append(_Peak(row, tuple(cells)))
-    columns = ["peak", *(["of the GPU's memory"] if memory.capacity else []), "at"]
+    columns = ["peak", *(["of the usable memory"] if memory.capacity else []), "at"]
     return peaks, [*columns, *(memory.parts[part] for part in large), *(["other"] if has_rest else [])]

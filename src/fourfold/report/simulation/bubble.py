@@ -45,7 +45,7 @@ def _in_phases(seconds: np.ndarray) -> str:
 def _schedule(scenario: Scenario, played: Played) -> str:
     """What the bubble would be if nothing but the schedule made one, and what else there is."""
     alone = compile_program(scenario.schedule).play().bubble_over_compute
-    text = f"The schedule alone makes {percent(alone)} (even stages, backward = 2 forwards, free messages)"
+    text = f"The schedule alone makes {percent(alone)} of forwards and backwards (even stages, B = 2 F, free messages)"
     if played.bubble_over_compute <= alone + _LEAST:
         return f"{text}."
     return f"{text}; uneven stages, messages, FSDP's collectives and slow ranks add the rest."

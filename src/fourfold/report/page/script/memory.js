@@ -57,7 +57,8 @@ class Memory {
     let peak = -1;
     for (let i = first; i < end; i++) {
       for (let part = 0; part < this.data.parts.length; part++) this.totals[i] += this.bytes(row, part, i);
-      if (peak < 0 || this.totals[i] > this.totals[peak]) peak = i;
+      // By more than rounding: of a plateau the beginning.
+      if (peak < 0 || this.totals[i] > this.totals[peak] * (1 + 1e-6)) peak = i;
     }
     return peak;
   }
@@ -223,7 +224,7 @@ class Memory {
     context.font = font(textSize(0.9), 600);
     context.textAlign = "left";
     context.textBaseline = "alphabetic";
-    const words = `memory of one GPU ${this.words(this.limit)}`;
+    const words = `usable memory of one GPU ${this.words(this.limit)}`;
     const over = this.frame.time(left + 20 + context.measureText(words).width);
     let above = this.at(this.selected, this.frame.from);
     const last = this.at(this.selected, over);
