@@ -95,6 +95,17 @@ def test_planted_fault(change: Callable[[Lists], None], message: str) -> None:
         validate(mutant(good, change))
 
 
+@pytest.mark.parametrize(
+    ("kind", "early", "use"),
+    [("zb-h1", "1FREE", "1I2"), ("1f1b", "1FREE", "1REDUCE")],  # a first half, and a reduction, need gathered weights
+)
+def test_weights_that_are_freed_too_early(kind: str, early: str, use: str) -> None:
+    good = generate(pp=3, num_micro_batches=4, kind=kind, zero=1)
+    validate(good)
+    with pytest.raises(ValueError, match=f"pipeline rank 1: {use} without gathered weights"):
+        validate(mutant(good, move(1, early, before=use)))
+
+
 @pytest.mark.parametrize("num_frozen_stages", [0, 3])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_no_action_can_be_missing_double_or_elsewhere(zero: int, num_frozen_stages: int) -> None:

@@ -184,24 +184,6 @@ class TestEvents:
 
 
 class TestReceives:
-    def test_just_in_time(self) -> None:
-        for kind in ("zb-h1", "1f1b", "afab"):
-            schedule = generate(pp=3, num_micro_batches=7, kind=kind, receive_lookahead=0)
-            validate(schedule)
-            for actions in schedule.actions:
-                timed = [a for a in actions if a.kind in COMPUTE or a.kind.name.startswith("RECV")]
-                for receive, user in pairwise(timed):
-                    if receive.kind is Kind.RECV_FORWARD:
-                        assert user == receive._replace(kind=Kind.FORWARD)
-                    elif receive.kind is Kind.RECV_BACKWARD:
-                        back = Kind.INPUT if kind == "zb-h1" else Kind.BACKWARD
-                        assert user == receive._replace(kind=back)
-
-    def test_channels_stay_in_order(self) -> None:
-        # Two ranks with several stages each: both directions share a channel.
-        for lookahead in (0, 1, 5):
-            validate(generate(pp=2, v=3, num_micro_batches=5, receive_lookahead=lookahead))
-
     def test_by_default_two_computations_ahead(self) -> None:
         actions = [str(action) for action in _zb(2, 6).actions[1]]
         assert actions[actions.index("1RECV_F3") + 1 : actions.index("1F3")] == ["1I2", "1SEND_B2", "1W1"]

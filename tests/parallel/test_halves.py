@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fourfold.parallel.batch import LocalBatch
+from fourfold.parallel.halves import WeightHalves
 from fourfold.trainer.ranks import fork_ranks
 from tests.parallel.harness import Case, make_model, micro_batches
 from tests.parallel.test_collectives import spied_step
@@ -112,3 +113,16 @@ def test_zero_3_reduces_a_layer_as_soon_as_its_gradients_are_made() -> None:
     reduces = [name.startswith("reduce_scatter") for name in names]
     assert sum(reduces) == 2 * 4
     assert sum(both == (True, True) for both in pairwise(reduces)) == 2  # one in each of two micro-batches
+
+
+def test_an_error_inside_of_a_first_half_does_not_make_the_next_backward_one() -> None:
+    halves, seen = WeightHalves(), []
+
+    def stop() -> None:
+        seen.append(halves.put_off)
+        raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"), halves.keeping():
+        stop()
+    assert seen == [True]
+    assert not halves.put_off

@@ -94,7 +94,6 @@ def generate(
     zero: int = 1,
     num_frozen_stages: int = 0,
     messages: bool = True,
-    receive_lookahead: int = RECEIVE_LOOKAHEAD,
 ) -> Schedule:
     """Makes the schedule of one step, for any ``num_micro_batches >= 1``.
 
@@ -111,7 +110,6 @@ def generate(
             as validation needs it.
         messages: with the sends and receives that an executor needs. To play a schedule it does without, and they are
             most of the work of making it.
-        receive_lookahead: how many computations before the one that needs it a receive is posted.
 
     Raises:
         ValueError: an illegal combination; the message names the argument, its value, the rule and what is legal.
@@ -155,7 +153,6 @@ def generate(
             zero=zero,
             num_frozen_stages=num_frozen_stages,
             messages=messages,
-            receive_lookahead=receive_lookahead,
         ),
         fallback=fallback,
         num_frozen_stages=num_frozen_stages,
@@ -243,10 +240,10 @@ def order_of_zb_h1(pp_rank: int, *, pp: int, num_micro_batches: int) -> list[Act
     """The computations of one pipeline rank in ZB-H1: 1F1B's, but that W comes ``pp_rank`` backwards late.
 
     So every rank holds up to min(pp, num_micro_batches) micro-batches, as many as the first does in 1F1B, and the later
-    ranks, whose gradients the others wait for, put their Ws off to the end. With W <= F the ranks idle for (pp - 1)
-    (F + I - W) in every step of at least pp micro-batches, instead of (pp - 1) (F + I + W) in 1F1B; of fewer for (pp -
-    1) (F + I) - (num_micro_batches - 1) W. No order that holds as little idles less where F = W. (If no rank may hold
-    more than the same rank does in 1F1B, the last must run F, I, W in turn: (pp - 1) (F + I).)
+    ranks, whose gradients the others wait for, put their Ws off to the end. With W <= F and W <= I the ranks idle for
+    (pp - 1) (F + I - W) in every step of at least pp micro-batches, instead of (pp - 1) (F + I + W) in 1F1B; of fewer
+    for (pp - 1) (F + I) - (num_micro_batches - 1) W. No order that holds as little idles less where F = W <= I. (If no
+    rank may hold more than the same rank does in 1F1B, the last must run F, I, W in turn: (pp - 1) (F + I).)
     """
     warmup = warmup_of(pp_rank, pp=pp, v=1, nc=pp, num_micro_batches=num_micro_batches)
     out = [Action(Kind.FORWARD, pp_rank, m) for m in range(warmup)]
@@ -269,7 +266,6 @@ def lower(
     zero: int,
     num_frozen_stages: int = 0,
     messages: bool = True,
-    receive_lookahead: int = RECEIVE_LOOKAHEAD,
 ) -> tuple[tuple[Action, ...], ...]:
     """Adds to the computations of each rank its sends and receives and the FSDP events of the ZeRO mode."""
     last = pp * v - 1
@@ -289,7 +285,7 @@ def lower(
     out = []
     for pp_rank, actions in enumerate(sending):
         incoming = [channel for (_, destination), channel in channels.items() if destination == pp_rank]
-        out.append(tuple(_with_receives(actions, incoming, receive_lookahead)))
+        out.append(tuple(_with_receives(actions, incoming)))
     return tuple(out)
 
 
@@ -347,7 +343,7 @@ def _receive_of(send: Action) -> Action:
     return Action(Kind.RECV_BACKWARD, send.stage - 1, send.micro_batch)
 
 
-def _with_receives(actions: Sequence[Action], channels: Sequence[Sequence[Action]], lookahead: int) -> list[Action]:
+def _with_receives(actions: Sequence[Action], channels: Sequence[Sequence[Action]]) -> list[Action]:
     """Posts the receives of each channel in the order of its sends, each ahead of the computation that needs it.
 
     A channel delivers in posted order (NCCL matches messages by order alone), so a message that is needed late but was
@@ -366,7 +362,7 @@ def _with_receives(actions: Sequence[Action], channels: Sequence[Sequence[Action
         for receive in reversed(channel):
             kind = Kind.FORWARD if receive.kind is Kind.RECV_FORWARD else Kind.BACKWARD
             consumer = needed_at[kind, receive.stage, receive.micro_batch]
-            latest = min(latest, max(0, consumer - lookahead))
+            latest = min(latest, max(0, consumer - RECEIVE_LOOKAHEAD))
             posts.append((latest, receive))
         for i, receive in reversed(posts):
             post_before[computations[i]].append(receive)

@@ -29,7 +29,8 @@ from fourfold.parallel.torch_private import (
     LabelledAllGather,
     LabelledReduceScatter,
     finish_backward,
-    finish_groups,
+    finish_whole_groups,
+    groups_to_finish,
     reduce_gradients,
     sums_gradients,
 )
@@ -88,8 +89,10 @@ class ShardedStage:
         As after a whole backward, FSDP2 accumulates them in its reduce dtype. Under ZeRO-3 they do not wait for the
         REDUCE event: a layer's are reduced when its last one is there, so that no more than those of a layer are whole.
         """
-        run_halves(kept, partial(finish_groups, self.module) if self._per_layer else lambda: None)
-        if isinstance(self.module, FSDPModule):
+        has_weights = isinstance(self.module, FSDPModule)
+        unfinished = groups_to_finish(self.module) if self._per_layer and has_weights else []
+        run_halves(kept, partial(finish_whole_groups, unfinished))
+        if has_weights:
             finish_backward(self.module)
 
     def gather(self) -> None:

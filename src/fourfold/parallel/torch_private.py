@@ -78,13 +78,25 @@ def finish_backward(stage: nn.Module) -> None:
     root._root_post_backward_final_callback()
 
 
-def finish_groups(stage: nn.Module) -> None:
-    """As :func:`finish_backward`, but only of FSDP groups whose trained weights have all been given a gradient."""
+def groups_to_finish(stage: nn.Module) -> list[tuple[Any, list[Tensor]]]:
+    """The FSDP groups of a stage that have trained weights, each with these: for :func:`finish_whole_groups`."""
+    found = []
     for group in _groups(stage):
         weights = [parameter.unsharded_param for parameter in group.fsdp_params]
         trained = [weight for weight in weights if weight.requires_grad]
-        if trained and all(weight.grad is not None for weight in trained):
+        if trained:
+            found.append((group, trained))
+    return found
+
+
+def finish_whole_groups(unfinished: list[tuple[Any, list[Tensor]]]) -> None:
+    """As :func:`finish_backward`, but only of those groups whose weights have all been given a gradient, and takes them
+    from the list. Called after every function, so a group that is not reached yet must cost next to nothing."""
+    for entry in [*unfinished]:
+        group, trained = entry
+        if all(weight.grad is not None for weight in trained):
             group.post_backward()
+            unfinished.remove(entry)
 
 
 def _groups(stage: nn.Module) -> Iterator[Any]:
