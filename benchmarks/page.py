@@ -32,7 +32,7 @@ def opened(path: Path) -> list[float]:
             page = browser.new_page(viewport={"width": 1920, "height": 1080})
             page.context.set_offline(True)
             page.goto(path.as_uri())
-            page.wait_for_function("document.body.dataset.ready !== undefined")
+            page.wait_for_selector("body[data-ready]", state="attached")
             found.append(float(page.evaluate("document.body.dataset.ready")) / 1000)
             page.close()
         browser.close()
