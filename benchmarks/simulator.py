@@ -54,12 +54,9 @@ def llama3_405b(grid: Grid, *, seq_len: int, micro_batches: int, schedule: str, 
         loads = loads_of(
             parse_mix(MIX),
             seq_len=seq_len,
-            micro_batch=1,
             dp=grid.dp,
             micro_batches=micro_batches,
             cp=grid.cp,
-            strategy="head_tail",
-            seed=0,
         )
         faults = Faults(jitter=JITTER)
     return scenario(

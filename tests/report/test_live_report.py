@@ -21,7 +21,7 @@ def of_small_job() -> StepMemory:
 
 def test_curves_rows_and_peaks() -> None:
     memory = of_small_job()
-    drawn = memory_of(memory)
+    drawn = memory_of(memory, rows=("pp 0", "pp 1"))
     assert drawn.rows == ("pp 0", "pp 1")
     assert len(drawn.parts) == len(PARTS)
     assert memory.capacity is not None
@@ -36,7 +36,7 @@ def test_curves_rows_and_peaks() -> None:
 
 def test_activations_by_chunk() -> None:
     memory = of_small_job()
-    drawn, all_bytes = activations_of(memory), memory_of(memory)
+    drawn, all_bytes = (of(memory, rows=("pp 0", "pp 1")) for of in (activations_of, memory_of))
     assert drawn.parts == ("chunk 0", "chunk 1")
     assert drawn.rows == all_bytes.rows
     assert drawn.by_chunk

@@ -22,8 +22,9 @@ from matplotlib.figure import Figure as MatplotlibFigure
 from PIL import Image
 
 from fourfold.layout import Grid, Schedule, generate
+from fourfold.recipe.write import write_whole
 from fourfold.report.drawing import KINDS, Boxes, HeatMap, Memory, Timeline
-from fourfold.report.files import check_target, write_whole
+from fourfold.report.files import check_target
 from fourfold.report.palette import ALARM, IDLE, KIND_NAMES, colour, ink_on
 from fourfold.report.pictures import write_figure, write_heat_map, write_memory, write_timeline
 from fourfold.report.pictures.canvas import DPI, text_width

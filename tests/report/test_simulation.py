@@ -35,7 +35,7 @@ from fourfold.report.simulation.findings import Findings, findings, slowest_rank
 from fourfold.report.simulation.words import bubble_words, column, grouped
 from fourfold.simulator.answer import Answer
 from fourfold.simulator.causes import causes, duration
-from fourfold.simulator.critical import CriticalPath, critical_path
+from fourfold.simulator.critical import CriticalPath, Replica, critical_path
 from fourfold.simulator.engine import simulate
 from fourfold.simulator.faults import Faults
 from fourfold.simulator.live import StepMemory, step_memory, timeline_of
@@ -64,6 +64,10 @@ class Step(NamedTuple):
         replica = worst_replica(self.played)
         found = causes(self.scenario, self.played, replica=replica) if shown else None
         return findings(self.scenario, self.played, **self.told, found=found)
+
+    def timeline(self, replica: Replica | None = None) -> drawing.Timeline:
+        found = causes(self.scenario, self.played, replica=replica or worst_replica(self.played))
+        return simulation_timeline(self.scenario, self.played, found)
 
     def answer(self, **more: Any) -> Answer:
         return Answer(self.scenario, self.played, **self.told, **more)
@@ -109,7 +113,7 @@ class TestTimeline:
     def test_boxes_are_what_was_played(self, seed: int) -> None:
         step = step_of(random_case(random.Random(seed)))
         at = worst_replica(step.played)
-        timeline = simulation_timeline(step.scenario, step.played)
+        timeline = step.timeline()
         boxes, nodes = timeline.boxes, step.played.graph.nodes
         expected = sorted(
             (node.pp_rank, float(step.played.start[i][at]), float(step.played.end[i][at]), str(node.kind))
@@ -132,23 +136,23 @@ class TestTimeline:
 
     def test_messages_and_collectives_are_beside(self) -> None:
         step = slow()
-        lanes = simulation_timeline(step.scenario, step.played).lanes
+        lanes = step.timeline().lanes
         assert lanes is not None
         number = {kind: int((lanes.kind == drawing.KINDS.index(kind)).sum()) for kind in drawing.KINDS}
         assert number == dict.fromkeys(drawing.KINDS, 0) | {"SEND_F": 18, "SEND_B": 18, "REDUCE": 4}
         alone = step_of(case(generate(pp=1, num_micro_batches=2)))
-        assert simulation_timeline(alone.scenario, alone.played).lanes is None
+        assert alone.timeline().lanes is None
 
     def test_rows_name_ranks_where_replicas_differ(self) -> None:
         step = slow()
         assert worst_replica(step.played) == (0, 0, 1)
-        timeline = simulation_timeline(step.scenario, step.played)
+        timeline = step.timeline()
         assert timeline.rows[2] == "rank 5 (dp 0 pp 2 cp 0 tp 1)"
         assert timeline.title == "One step, the replica that ends last, dp 0 cp 0 tp 1"
-        other = simulation_timeline(step.scenario, step.played, replica=(1, 0, 0))
+        other = step.timeline((1, 0, 0))
         assert other.rows[2] == "rank 12 (dp 1 pp 2 cp 0 tp 0)"
         alike = step_of(case(generate(pp=2, num_micro_batches=2), grid=Grid(pp=2, dp=4)))
-        timeline = simulation_timeline(alike.scenario, alike.played)
+        timeline = alike.timeline()
         assert timeline.rows == ("pp 0", "pp 1")
         assert timeline.title == "One step, one of 4 replicas that are all alike"
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fourfold.layout import Grid, Kind, generate, partition
+from fourfold.layout import Grid, Kind, generate
 from fourfold.layout.actions import COMPUTE
 from fourfold.layout.labels import DIMENSIONS, Label, parse_label
 from fourfold.planner.machines.cluster import cluster
@@ -29,14 +29,14 @@ from fourfold.report.trace_step import Step
 from fourfold.simulator.engine import simulate
 from fourfold.simulator.faults import Faults
 from fourfold.simulator.graph import compile_graph
-from fourfold.simulator.loads import Loads
 from fourfold.simulator.scenario import Scenario
 from fourfold.simulator.work import Layer, Work
+from tests.simulator.small_cases import NOTHING, case, loads
 
 FOUR_D = Grid(tp=2, cp=2, pp=2, dp=2)
 FORWARD = Layer(compute=3e-3, before=5e-4, attention=1e-3, tp=8e-4, cp=2e-4, dp=0.0)
 BACKWARD = Layer(compute=6e-3, before=4e-3, attention=2.5e-3, tp=9e-4, cp=3e-4, dp=0.0)
-DOCUMENTS = Loads(np.linspace(0.6, 1.4, 16).reshape(2, 4, 2), "head_tail", seq_len=8, micro_batch=1, mix="")
+DOCUMENTS = loads(np.linspace(0.6, 1.4, 16).reshape(2, 4, 2))
 SIZES = Sizes(activation=4096, keys_values=512, parameters=(100, 200, 300, 400))
 
 
@@ -48,7 +48,7 @@ def scenario(
     number = schedule.num_stages
     layers = changes.pop("layers", (2,) * number)
     half = replace(BACKWARD, compute=3e-3, before=2e-3)
-    weight = Layer(3e-3, 0.0, 0.0, 0.0, 0.0, 0.0)
+    weight = replace(NOTHING, compute=3e-3)
     layer = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.INPUT: half, Kind.WEIGHT: weight}
     free = {"tp": 0.0} if grid.tp == 1 else {}
     free |= {"cp": 0.0} if grid.cp == 1 else {}
@@ -67,13 +67,7 @@ def scenario(
         optimizer=2e-3,
         fixed=1e-3,
     )
-    return Scenario(
-        grid=grid,
-        graph=compile_graph(schedule, receives=changes.pop("receives", "asynchronous")),
-        work=work,
-        stages=partition(sum(layers), pp=grid.pp, v=v, split=list(layers)),
-        **changes,
-    )
+    return case(schedule, work, grid=grid, **changes)
 
 
 class Trace:

@@ -9,16 +9,14 @@ from functools import cache
 import numpy as np
 import pytest
 
-from fourfold.layout import Action, Grid, Kind, Schedule, compile_program, generate, partition
+from fourfold.layout import Action, Grid, Kind, Schedule, compile_program, generate
 from fourfold.layout.actions import COMPUTE, RECEIVES
 from fourfold.simulator.engine import simulate
 from fourfold.simulator.faults import Faults
 from fourfold.simulator.graph import compile_graph
-from fourfold.simulator.loads import Loads
 from fourfold.simulator.scenario import Scenario
 from fourfold.simulator.work import Layer, Work
-
-NOTHING = Layer(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+from tests.simulator.small_cases import NOTHING, case, loads
 
 
 def work(
@@ -27,7 +25,7 @@ def work(
     """Every stage alike: forward 1, backward 2; `parts` instead of that, per layer."""
     forward = replace(NOTHING, **(parts or {"compute": 1.0 / layers}))
     both = {name: 2 * getattr(forward, name) for name in ("compute", "before", "attention", "tp", "cp", "dp")}
-    weight = Layer(forward.compute, 0.0, 0.0, 0.0, 0.0, 0.0)
+    weight = replace(NOTHING, compute=forward.compute)
     backward = Layer(**both)
     first_half = replace(backward, compute=backward.compute - weight.compute, before=0.5 * backward.before)
     number = schedule.num_stages
@@ -43,17 +41,6 @@ def work(
         contention=0.0,
         optimizer=0.0,
         fixed=0.0,
-    )
-
-
-def scenario(schedule: Schedule, costs: Work | None = None, *, grid: Grid | None = None, **changes) -> Scenario:
-    receives = changes.pop("receives", "asynchronous")
-    return Scenario(
-        grid=grid or Grid(pp=schedule.pp),
-        graph=compile_graph(schedule, receives=receives),
-        work=costs or work(schedule),
-        stages=partition(schedule.num_stages, pp=schedule.pp, v=schedule.v),
-        **changes,
     )
 
 
@@ -77,7 +64,7 @@ class TestPublished:
     def test_bubbles(self, pp: int, v: int, nmb: int, nc: int | None, bubble: float) -> None:
         kind = "afab" if nc is None else "flexible"
         schedule = generate(pp=pp, v=v, num_micro_batches=nmb, kind=kind, nc=nc)
-        played = simulate(scenario(schedule))
+        played = simulate(case(schedule))
         assert played.bubble_over_compute == pytest.approx(bubble, abs=5e-5)
         assert played.bubble_over_total == pytest.approx(bubble / (1 + bubble), abs=5e-5)
 
@@ -88,7 +75,7 @@ class TestPublished:
     def test_exposed_messages(self, hop: float, percent: tuple[float, float, float]) -> None:
         for kind, nc, expected in zip(("flexible", "flexible", "afab"), (4, 6, None), percent, strict=True):
             schedule = generate(pp=4, v=7, num_micro_batches=12, kind=kind, nc=nc)
-            played = simulate(scenario(schedule, work(schedule, message=hop)))
+            played = simulate(case(schedule, work(schedule, message=hop)))
             assert 100 * played.bubble_over_compute == pytest.approx(expected, abs=0.005)
 
 
@@ -100,7 +87,7 @@ def test_the_same_as_the_layouts_player() -> None:
         nmb = chance.randint(1, 9)
         schedule = generate(pp=pp, v=v, num_micro_batches=nmb, kind=chance.choice(["afab", "flexible"]))
         hop = chance.choice([0.0, 0.1, 0.4])
-        played = simulate(scenario(schedule, work(schedule, message=hop)))
+        played = simulate(case(schedule, work(schedule, message=hop)))
         timeline = compile_program(schedule).play(message=hop)
         assert played.step_seconds == pytest.approx(timeline.step_time)
         for i, node in enumerate(played.graph.nodes):
@@ -114,8 +101,8 @@ class TestReceives:
         formula says; on channels of their own it is not."""
         schedule = generate(pp=4, v=2, num_micro_batches=8)
         formula = 3 / 16
-        assert simulate(scenario(schedule)).bubble_over_compute == pytest.approx(formula)
-        assert simulate(scenario(schedule, receives="in-order")).bubble_over_compute > 1.05 * formula
+        assert simulate(case(schedule)).bubble_over_compute == pytest.approx(formula)
+        assert simulate(case(schedule, receives="in-order")).bubble_over_compute > 1.05 * formula
 
     def test_one_queue_never_deadlocks_in_order(self) -> None:
         chance = random.Random(2)
@@ -123,7 +110,7 @@ class TestReceives:
             schedule = generate(
                 pp=chance.randint(2, 6), v=chance.randint(1, 3), num_micro_batches=chance.randint(1, 12)
             )
-            in_order, free = (simulate(scenario(schedule, receives=way)) for way in ("in-order", "asynchronous"))
+            in_order, free = (simulate(case(schedule, receives=way)) for way in ("in-order", "asynchronous"))
             assert in_order.step_seconds >= free.step_seconds - 1e-9
 
     def test_a_deadlock_names_the_pair(self) -> None:
@@ -155,7 +142,7 @@ class TestReceives:
 def test_a_line_carries_one_message_after_another() -> None:
     """Two stages, hops as long as two forwards: of AFAB's messages each waits for the one before it."""
     schedule = generate(pp=2, v=1, num_micro_batches=3, kind="afab")
-    played = simulate(scenario(schedule, work(schedule, message=2.0)))
+    played = simulate(case(schedule, work(schedule, message=2.0)))
     ends = [played.end[played.graph.where[node.action]].item() for node in played.graph.nodes if node.kind == "SEND_F"]
     assert ends == [3.0, 5.0, 7.0]
 
@@ -164,21 +151,21 @@ class TestShards:
     def test_only_the_first_gather_and_the_last_reduction_show(self) -> None:
         """Four stages of one rank, each gather 0.5 and each reduction 1: the first gather, and the last reduction."""
         schedule = generate(pp=1, v=4, num_micro_batches=4)
-        played = simulate(scenario(schedule, work(schedule, dp=0.5)))
+        played = simulate(case(schedule, work(schedule, dp=0.5)))
         assert played.step_seconds == pytest.approx(4 * 4 * 3 + 0.5 + 1.0)
         assert float(played.spent["dp"].sum()) == pytest.approx(1.5)
 
     def test_layers_come_and_go_one_after_another(self) -> None:
         """One stage of four layers: a quarter of the gather before it begins, a quarter of the reduction after."""
         schedule = generate(pp=1, v=1, num_micro_batches=1)
-        played = simulate(scenario(schedule, work(schedule, layers=4, dp=0.4)))
+        played = simulate(case(schedule, work(schedule, layers=4, dp=0.4)))
         assert played.step_seconds == pytest.approx(3 + 0.1 + 0.2)
 
     def test_contention(self) -> None:
         """While a collective runs beside it, a computation is slowed by that share of the time."""
         schedule = generate(pp=1, v=2, num_micro_batches=1)
         costs = replace(work(schedule, dp=0.5), contention=0.2)
-        played = simulate(scenario(schedule, costs))
+        played = simulate(case(schedule, costs))
         # 0.5 gather, then F 1 beside 0.5 of the second gather; F 1; B 2; B 2 beside the first reduction of 1; 1 more.
         assert played.step_seconds == pytest.approx(0.5 + (1 + 0.1) + 1 + 2 + (2 + 0.2) + 1)
 
@@ -187,13 +174,13 @@ class TestShards:
         schedule = generate(pp=1, v=1, num_micro_batches=1)
         costs = replace(work(schedule, layers=4), reduce=(1.0,), contention=0.2)
         # F 1, B 2; 0.75 of the reduction beside it costs 0.15; the first layer's quarter follows alone.
-        assert simulate(scenario(schedule, costs)).step_seconds == pytest.approx(1 + 2 + 0.15 + 0.25)
+        assert simulate(case(schedule, costs)).step_seconds == pytest.approx(1 + 2 + 0.15 + 0.25)
 
     def test_computation_hides_a_share_of_what_is_beside_it(self) -> None:
         """Two stages, reductions of 3, half of the computation beside them hides: of the first, 1 beside 0B0 of 2."""
         schedule = generate(pp=1, v=2, num_micro_batches=1)
         costs = replace(work(schedule), reduce=(3.0, 3.0), hidden=0.5)
-        assert simulate(scenario(schedule, costs)).step_seconds == pytest.approx(1 + 1 + 2 + 2 + (3 - 1) + 3)
+        assert simulate(case(schedule, costs)).step_seconds == pytest.approx(1 + 1 + 2 + 2 + (3 - 1) + 3)
 
 
 def test_messages_of_a_rank_in_one_queue_by_hand() -> None:
@@ -203,7 +190,7 @@ def test_messages_of_a_rank_in_one_queue_by_hand() -> None:
     costs = work(schedule, message=5.0)
     ends = {}
     for way in ("asynchronous", "in-order"):
-        played = simulate(scenario(schedule, costs, receives=way))
+        played = simulate(case(schedule, costs, receives=way))
         ends[way] = [
             played.end[played.graph.where[Action.parse(text)]].item()
             for text in ("0SEND_F0", "0SEND_F1", "1B0", "1SEND_B0")
@@ -239,10 +226,10 @@ def random_case(chance: random.Random) -> Scenario:
     shape = (grid.dp, schedule.num_micro_batches, grid.cp)
     pairs = np.array([chance.randint(1, 5) for _ in range(int(np.prod(shape)))]).reshape(shape)
     costs = replace(costs, pairs=3.0)
-    loads = Loads(pairs=pairs, strategy="head_tail", seq_len=8, micro_batch=1, mix="")
     ranks = {chance.randrange(grid.size): chance.choice([1.5, 2.0, 0.5]) for _ in range(chance.randint(0, 2))}
     cpus = {chance.randrange(grid.size): 0.25 for _ in range(chance.randint(0, 1))}
-    return scenario(schedule, costs, grid=grid, loads=loads, faults=Faults(ranks=ranks, cpus=cpus), all_ranks=True)
+    faults = Faults(ranks=ranks, cpus=cpus)
+    return case(schedule, costs, grid=grid, loads=loads(pairs), faults=faults, all_ranks=True)
 
 
 class Oracle:
@@ -396,14 +383,14 @@ def test_links() -> None:
     costs = work(schedule, message=0.5, parts=parts)
     whole = 3 * 2 * 1.3 + 2 * 0.5  # two stages, forward and twice that backward; two hops
     for link, more in (((0, 1), 3 * 2 * 0.1), ((1, 3), 3 * 2 * 0.2), ((2, 6), 2 * 2 * 0.5), ((4, 5), 3 * 2 * 0.1)):
-        case = scenario(schedule, costs, grid=grid, faults=Faults(links={link: 3.0}))
-        assert simulate(case).step_seconds == pytest.approx(whole + more)
+        made = case(schedule, costs, grid=grid, faults=Faults(links={link: 3.0}))
+        assert simulate(made).step_seconds == pytest.approx(whole + more)
 
 
 def test_jitter_is_repeatable_and_has_mean_one() -> None:
     schedule = generate(pp=1, v=1, num_micro_batches=64)
     one, same, other = (
-        simulate(scenario(schedule, grid=Grid(dp=32), faults=Faults(jitter=0.1, seed=seed))) for seed in (1, 1, 2)
+        simulate(case(schedule, grid=Grid(dp=32), faults=Faults(jitter=0.1, seed=seed))) for seed in (1, 1, 2)
     )
     assert one.step_seconds == same.step_seconds != other.step_seconds
     assert float(one.spent["compute"].mean()) == pytest.approx(3 * 64, rel=0.01)

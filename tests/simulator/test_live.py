@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from fourfold.layout.actions import ENDS
 from fourfold.planner.jobs import Jobs, Order, Split
 from fourfold.planner.machines.chips import GIB
 from fourfold.planner.memory.peak import PARTS, RESERVED, SavesMemory
-from fourfold.planner.memory.walk import walk, walk_row
-from fourfold.planner.run_memory import run_live, run_memory
+from fourfold.planner.memory.walk import live_bytes, walk, walk_row
+from fourfold.planner.run_memory import Trainer, held_of, job_of, run_memory
 from fourfold.planner.search.exact import Exact, play_exactly, schedule_of, stages_of
 from fourfold.planner.timing.stack import load_stack
 from fourfold.recipe import check, from_table
@@ -25,7 +25,6 @@ from fourfold.simulator.live import (
     StepMemory,
     compared,
     findings,
-    memory_of_run,
     step_memory,
     timeline_of,
     verdict,
@@ -33,16 +32,10 @@ from fourfold.simulator.live import (
 )
 from fourfold.simulator.scenario import scenario
 from tests.planner.jobs_of_tests import job
-from tests.planner.memory.test_peak import any_job
+from tests.planner.memory.test_peak import Software, any_job
 
 LAYOUTS = 40  # random ones
 PERSISTENT = ("weights", "gradients", "optimizer", "activations", "logits")
-
-
-@dataclass(frozen=True)
-class Software:
-    saved_set: str = "standard"
-    allocator: float = 1.03
 
 
 def at(curve: Curve, seconds: float) -> np.ndarray:
@@ -114,10 +107,12 @@ def test_a_run_of_the_trainer(layout: dict[str, int]) -> None:
     table = {"model": model, "batch": {"sequences": 8, "seq_len": 64}, "layout": layout}
     plan = check(from_table(table | {"train": {"freeze": ["tok_embeddings", "layers.0"]}}))
     timeline = compile_program(plan.schedule).play()
-    memory = memory_of_run(plan, timeline)
+    phase = plan.phases[0]
+    row, held = job_of(plan, phase), held_of(plan, phase)
+    memory = step_memory(row, timeline, plan.stages, Trainer(), held=held)
     assert memory.peaks == run_memory(plan, [timeline])
     assert memory.capacity is None
-    (ranks,) = run_live(plan, [timeline])
+    ranks = tuple(live_bytes(row, phase.schedule, plan.stages, timeline, Trainer(), held=held))
     for rank, mine in zip(ranks, memory.ranks, strict=True):
         assert (rank.parts == mine.parts).all()
         assert (rank.in_flight == mine.in_flight).all()

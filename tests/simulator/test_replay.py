@@ -13,7 +13,9 @@ import pytest
 
 from fourfold.layout import Action, Grid, Kind, Schedule, generate
 from fourfold.layout.actions import COMPUTE, SENDS
-from fourfold.simulator.replay import Logs, message_seconds, read_action_logs, replay, with_normal_rank
+from fourfold.simulator.played import Played
+from fourfold.simulator.replay import Logs, graph_of, message_seconds, read_action_logs, with_normal_rank
+from fourfold.simulator.replay import replay as replay_graph
 
 LATENCY = 350_000  # ns
 COLLECTIVE = 2_000_000
@@ -88,6 +90,10 @@ def by_chance(seed: int, *, slow: dict[int, float] | None = None) -> Took:
 
 def seconds(logs: list[list[Entry]]) -> float:
     return (max(log[-1][2] for log in logs) - min(log[0][1] for log in logs)) / 1e9
+
+
+def replay(logs: Logs, schedule: Schedule, grid: Grid, *, staggered: bool = False) -> Played:
+    return replay_graph(logs, graph_of(logs, schedule, grid), grid, staggered=staggered)
 
 
 CASES = [

@@ -21,7 +21,7 @@ from fourfold.recipe import check, load
 from fourfold.simulator.compare import compare_schedules
 from fourfold.simulator.engine import simulate
 from fourfold.simulator.faults import Faults
-from fourfold.simulator.loads import loads_of, parse_mix
+from fourfold.simulator.loads import Loads, loads_of, parse_mix
 from fourfold.simulator.scenario import Scenario, recipe_scenario, scenario
 from fourfold.simulator.work import work_of
 
@@ -41,6 +41,12 @@ def job(
 PRODUCTION = {"tp": 8, "pp": 16, "virtual_stages": 8, "split": "ends_light"}
 AT_16K = PRODUCTION | {"dp": 128, "schedule": "afab", "zero": 2}
 AT_8K = PRODUCTION | {"dp": 64, "schedule": "interleaved", "zero": 1}
+
+
+def loads_for(row: Jobs, mix: str, **changes: Any) -> Loads:
+    """Documents in the rows of a job."""
+    own = {name: int(getattr(row, name)) for name in ("seq_len", "dp", "micro_batches", "cp")}
+    return loads_of(parse_mix(mix), **(own | changes))
 
 
 def made(row: Jobs, stack: Stack, **changes: Any) -> Scenario:
@@ -151,16 +157,7 @@ class TestAgainstThePlanner:
     def test_documents_change_what_attention_hides(self, layout: dict[str, Any]) -> None:
         """Even documents are a row with fewer pairs, whatever depends on attention."""
         row, stack = job("llama3-8b", seq_len=131_072, tokens=M, **layout)
-        loads = loads_of(
-            parse_mix("mean=1024"),
-            seq_len=131_072,
-            micro_batch=1,
-            dp=int(row.dp),
-            micro_batches=int(row.micro_batches),
-            cp=int(row.cp),
-            strategy="per_document",
-            seed=0,
-        )
+        loads = loads_for(row, "mean=1024", strategy="per_document")
         fewer = row.replace(pairs=float(loads.pairs.mean()) * int(row.cp))
         played = simulate(made(row, stack, loads=loads))
         assert played.step_seconds == pytest.approx(simulate(made(fewer, stack)).step_seconds, rel=1e-6)
@@ -237,16 +234,7 @@ class TestLanes:
     def test_documents(self) -> None:
         """Attention is what the documents leave of it, and nothing else changes on a rank."""
         row, stack = job(seq_len=131_072, tp=8, cp=16, pp=16, dp=8, virtual_stages=8, schedule="afab", zero=2)
-        loads = loads_of(
-            parse_mix("mean=8192,dist=exponential"),
-            seq_len=131_072,
-            micro_batch=1,
-            dp=8,
-            micro_batches=16,
-            cp=16,
-            strategy="head_tail",
-            seed=0,
-        )
+        loads = loads_for(row, "mean=8192,dist=exponential")
         whole, some = simulate(made(row, stack)), simulate(made(row, stack, loads=loads), keep=False)
         assert np.allclose(some.spent["compute"], whole.spent["compute"][:, :, :, :1])
         ratio = some.spent["attention"].mean() / whole.spent["attention"].mean()
@@ -258,16 +246,7 @@ class TestLanes:
     def test_loads_of_another_layout(self) -> None:
         row, stack = job(**AT_16K)
         case = made(row, stack)
-        loads = loads_of(
-            parse_mix("mean=1024"),
-            seq_len=8192,
-            micro_batch=1,
-            dp=2,
-            micro_batches=16,
-            cp=1,
-            strategy="head_tail",
-            seed=0,
-        )
+        loads = loads_for(row, "mean=1024", dp=2)
         with pytest.raises(ValueError, match=r"loads of shape \(2, 16, 1\): must be .* \(128, 16, 1\)"):
             replace(case, loads=loads)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 def check_drawings(*, html: Path | None, png: Path | None, svg: Path | None) -> None:
     """ValueError if one of the files cannot be written, before the work and before any of them is."""
     if html is not None:
-        _check("--html", html, (".html", ".htm"))
+        _check(check_target, html, (".html", ".htm"), option="--html")
     for option, path in (("--png", png), ("--svg", svg)):
         if path is not None:
             check_picture(path, (f".{option[2:]}",), option=option)
@@ -24,16 +25,12 @@ def check_picture(path: Path, suffixes: tuple[str, ...] = (".png", ".svg"), *, o
     """The same of one picture that an option asks for."""
     from fourfold.report import pictures
 
-    _check(option, path, suffixes)
-    try:
-        pictures.check_picture(path)
-    except ValueError as error:
-        raise ValueError(f"{option} {error}") from None
+    _check(pictures.check_picture, path, suffixes, option=option)
 
 
-def _check(option: str, path: Path, suffixes: tuple[str, ...]) -> None:
+def _check(check: Callable[[Path, Sequence[str]], None], path: Path, suffixes: tuple[str, ...], *, option: str) -> None:
     try:
-        check_target(path, suffixes)
+        check(path, suffixes)
     except ValueError as error:
         raise ValueError(f"{option} {error}") from None
 

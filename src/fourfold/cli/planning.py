@@ -108,7 +108,7 @@ def plan(
             write_recipe(found.problem, written, recipe_out, command=_command())
         except ValueError as error:
             return fail(error, USER_ERROR)
-        except OSError as error:  # names a temporary file
+        except OSError as error:
             return fail(f"--recipe-out {recipe_out}: {error.strerror}", USER_ERROR)
         if not as_json:
             print(recipe_sentence(found, written, recipe_out))

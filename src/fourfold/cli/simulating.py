@@ -409,8 +409,9 @@ def figures(
     as_json
         Print a JSON list instead of tables.
     """
+    from fourfold.recipe.write import write_whole
     from fourfold.report.figures import figures_json, figures_page, figures_text
-    from fourfold.report.files import check_target, write_whole
+    from fourfold.report.files import check_target
     from fourfold.report.pictures import write_figure
     from fourfold.simulator.figures.every import FIGURES, chosen
 
@@ -420,6 +421,7 @@ def figures(
             raise ValueError("--page: shows the pictures, so it needs --out, a folder for them")
         if out is not None:
             _make_folder(out)
+            check_picture(out / f"figure-{numbers[0]}.png", option="--out")
         if page is not None:
             check_target(page, (".md",))
         made = [FIGURES[number]() for number in numbers]

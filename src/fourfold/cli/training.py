@@ -97,7 +97,7 @@ def schedule(
         Write the same as a picture that can be scaled.
     """
     from fourfold.cli.drawings import check_drawings, write_drawings
-    from fourfold.layout import generate, validate
+    from fourfold.layout import generate, play, validate
     from fourfold.report.schedule import schedule_json, schedule_page, schedule_text
 
     try:
@@ -106,15 +106,18 @@ def schedule(
     except ValueError as error:
         return fail(str(error).replace("num_micro_batches", "nmb"), USER_ERROR)  # as it is called here
     validate(made)
+    played = play(made)
+    drawn = []
     try:
-        drawn = [] if html is png is svg is None else write_drawings(schedule_page(made), html=html, png=png, svg=svg)
+        if html or png or svg:
+            drawn = write_drawings(schedule_page(made, played=played), html=html, png=png, svg=svg)
     except OSError as error:
         return fail(error, USER_ERROR)
     if as_json:
-        print(json.dumps(schedule_json(made)))
+        print(json.dumps(schedule_json(made, played=played)))
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(schedule_text(made, asked_nc=nc, width=width))
+        print(schedule_text(made, asked_nc=nc, width=width, played=played))
         if drawn:
             print("", *drawn, sep="\n")
     return 0

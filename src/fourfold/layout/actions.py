@@ -84,6 +84,12 @@ class Action(NamedTuple):
         return (kind, self.stage + shift, self.micro_batch)
 
     @property
+    def send(self) -> Action:
+        """Of a send or a receive: the send, at the message's other end or this one."""
+        direction, stage, micro_batch = self.message
+        return Action(Kind.SEND_FORWARD if direction == Kind.FORWARD else Kind.SEND_BACKWARD, stage, micro_batch)
+
+    @property
     def result(self) -> tuple[str, int, int]:
         """Of a forward, a backward or its first half: the message that its neighbour needs."""
         return (Kind.FORWARD if self.kind is Kind.FORWARD else Kind.BACKWARD, self.stage, self.micro_batch)

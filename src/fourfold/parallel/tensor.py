@@ -125,13 +125,14 @@ class LinearScatter(Function):
         x, weight = ctx.saved_tensors
         tp, own = ctx.tp, grads[0]
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        put_off = needs_weight and ctx.halves.put_off
-        if put_off:  # the gradient of this rank's tokens is kept, which is tp times smaller than that of all
+        if needs_weight and ctx.halves.put_off:
+            # The gradient of this rank's tokens is kept, which is tp times smaller than that of all.
             ctx.halves.put(Half([weight], partial(tp.start_all_gather, own), lambda full: [full.t() @ x]))
-        full = tp.all_gather(own) if needs_x or not put_off else None
-        grad_x = full @ weight if full is not None and needs_x else None
-        grad_weight = full.t() @ x if full is not None and needs_weight and not put_off else None
-        return grad_x, grad_weight, None, None
+            needs_weight = False
+        if not (needs_x or needs_weight):
+            return None, None, None, None
+        full = tp.all_gather(own)
+        return full @ weight if needs_x else None, full.t() @ x if needs_weight else None, None, None
 
 
 class LeanRMSNorm(Function):

@@ -13,7 +13,7 @@ from fourfold.planner.arithmetic import FP32, count_stages, moments_per_paramete
 from fourfold.planner.jobs import TRAINED_IN, Jobs, Order, Recompute, Split, model_columns
 from fourfold.planner.memory.peak import ALLOCATOR
 from fourfold.planner.memory.saved import load_rules
-from fourfold.planner.memory.walk import RankLive, RankMemory, StageBytes, live_bytes, stage_bytes, walk
+from fourfold.planner.memory.walk import RankMemory, StageBytes, stage_bytes, walk
 from fourfold.recipe import Phase, RunPlan
 
 
@@ -36,17 +36,6 @@ def run_memory(plan: RunPlan, timelines: Sequence[Timeline] | None = None) -> tu
     played = timelines or [None] * len(plan.phases)
     phases = [_phase_memory(plan, *phase) for phase in zip(plan.phases, played, strict=True)]
     return tuple(max(ranks, key=lambda rank: rank.total) for ranks in zip(*phases, strict=True))
-
-
-def run_live(plan: RunPlan, timelines: Sequence[Timeline] | None = None) -> tuple[tuple[RankLive, ...], ...]:
-    """What is alive on every pipeline rank, action by action, in each phase of the run: `run_memory` is its peak."""
-    trainer, played = Trainer(), timelines or [None] * len(plan.phases)
-    return tuple(
-        tuple(
-            live_bytes(job_of(plan, phase), phase.schedule, plan.stages, timeline, trainer, held=held_of(plan, phase))
-        )
-        for phase, timeline in zip(plan.phases, played, strict=True)
-    )
 
 
 def _phase_memory(plan: RunPlan, phase: Phase, timeline: Timeline | None) -> tuple[RankMemory, ...]:

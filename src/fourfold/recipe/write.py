@@ -1,4 +1,7 @@
-"""Writing a recipe for people: the keys that say something, in the order of the schema, with comments."""
+"""Writing a recipe for people: the keys that say something, in the order of the schema, with comments.
+
+And writing files whole, whatever is in them.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +62,20 @@ def write_new(path: Path, text: str) -> None:
         if path.is_file() and path.read_bytes() == data:
             return
         raise ValueError(f"{path}: exists and says something else; remove it, or give another name")
+    write_whole(path, data)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file so that it is whole or as it was before: under a temporary name, then renamed.
+
+    Raises:
+        OSError: the file cannot be written; it names this path, not the temporary one.
+    """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         partial.write_bytes(data)
         partial.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         partial.unlink(missing_ok=True)

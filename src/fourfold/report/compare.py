@@ -39,9 +39,7 @@ def compare_text(found: Sequence[Compared], machines: Cluster) -> str:
             f"{one.memory_bytes / GIB:.1f}",
             str(one.worst_rank),
             str(one.in_flight),
-            ", ".join(
-                words for words, holds in (("this recipe", one.of_recipe), ("does not fit", not one.fits)) if holds
-            ),
+            _marks(one),
         )
     usable = (machines.chip.hbm_bytes - RESERVED) / GIB
     lines = [

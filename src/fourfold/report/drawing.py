@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fourfold.layout import Grid
+
 KINDS = ("F", "B", "I", "W", "SEND_F", "SEND_B", "GATHER", "REDUCE", "STEP")
 """What boxes stand for, as `layout.Kind` names it. STEP: what follows the pipeline, such as the optimizer."""
 
@@ -134,3 +136,9 @@ class Page:
         """What a picture says of where it comes from: the title, the summary as one line, what was planted."""
         summary = "\N{NO-BREAK SPACE}· ".join(f"{name}\N{NO-BREAK SPACE}{value}" for name, value in self.summary)
         return (self.title, *([summary] if summary else []), *self.planted)
+
+
+def rank_label(grid: Grid, rank: int) -> str:
+    """A global rank by number and coordinates: rank 27 (dp 0 pp 3 cp 0 tp 3)."""
+    at = grid.coordinates(rank)
+    return f"rank {rank} (dp {at.dp} pp {at.pp} cp {at.cp} tp {at.tp})"

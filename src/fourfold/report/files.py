@@ -1,4 +1,4 @@
-"""Where pictures and pages are written: asked before the work whether they can be, then written whole or not at all."""
+"""Where pictures and pages are to be written: asked before the work whether they can be."""
 
 from __future__ import annotations
 
@@ -26,19 +26,3 @@ def check_target(path: Path, suffixes: Sequence[str]) -> None:
         raise ValueError(f"{path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise ValueError(f"{path}: the folder {path.parent} cannot be written to")
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file so that it is whole or as it was before: under a temporary name, then renamed.
-
-    Raises:
-        OSError: the file cannot be written; it names this path, not the temporary one.
-    """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(data)
-        partial.replace(path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    finally:
-        partial.unlink(missing_ok=True)

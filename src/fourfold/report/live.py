@@ -14,7 +14,7 @@ from fourfold.simulator.causes import duration
 from fourfold.simulator.live import Curve, StepMemory, why
 
 
-def memory_of(memory: StepMemory, *, rows: Sequence[str] | None = None) -> drawing.Memory:
+def memory_of(memory: StepMemory, *, rows: Sequence[str]) -> drawing.Memory:
     """Every pipeline rank's curve by kind of bytes.
 
     `rows`: labels of the ranks, as the timeline above has them.
@@ -22,7 +22,7 @@ def memory_of(memory: StepMemory, *, rows: Sequence[str] | None = None) -> drawi
     curves = [memory.curve(pp_rank) for pp_rank in range(len(memory.ranks))]
     return drawing.Memory(
         unit="s",
-        rows=tuple(rows) if rows is not None else tuple(f"pp {pp_rank}" for pp_rank in range(len(memory.ranks))),
+        rows=tuple(rows),
         parts=tuple(BYTES_WORDS[name] for name in PARTS),
         times=tuple(curve.times for curve in curves),
         bytes=tuple(curve.bytes for curve in curves),
@@ -31,13 +31,12 @@ def memory_of(memory: StepMemory, *, rows: Sequence[str] | None = None) -> drawi
     )
 
 
-def activations_of(memory: StepMemory, *, rows: Sequence[str] | None = None) -> drawing.Memory:
+def activations_of(memory: StepMemory, *, rows: Sequence[str]) -> drawing.Memory:
     """Every pipeline rank's activations by chunk, its virtual stages. `rows`: as above."""
-    num_ranks = len(memory.ranks)
-    curves = [memory.activation_curve(pp_rank) for pp_rank in range(num_ranks)]
+    curves = [memory.activation_curve(pp_rank) for pp_rank in range(len(memory.ranks))]
     return drawing.Memory(
         unit="s",
-        rows=tuple(rows) if rows is not None else tuple(f"pp {pp_rank}" for pp_rank in range(num_ranks)),
+        rows=tuple(rows),
         parts=tuple(f"chunk {chunk}" for chunk in range(len(curves[0].bytes))),
         times=tuple(curve.times for curve in curves),
         bytes=tuple(curve.bytes for curve in curves),

@@ -27,6 +27,9 @@ INK, QUIET, FAINT, PAPER, IDLE = "#1b1f24", "#59626d", "#d5dae0", "#ffffff", "#e
 ALARM = "#c0392b"
 """A limit, and what is pointed at."""
 
+BELOW, ABOVE = "#f28cc8", "#e8382c"
+"""In a heat map, the few that are so far from the others that its scale ends before; on any background."""
+
 SERIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#7b5cd6")
 """Kinds of bytes, parts of a step, lines of a figure: by their position, over again after the last."""
 

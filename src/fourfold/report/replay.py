@@ -139,10 +139,7 @@ def _timeline(found: Replayed) -> drawing.Timeline:
     return drawing.Timeline(
         title=f"Step {found.logs.step}",
         unit="s",
-        rows=tuple(
-            f"rank {rank} (dp {at.dp} pp {at.pp} cp {at.cp} tp {at.tp})"
-            for rank, at in enumerate(map(grid.coordinates, range(grid.size)))
-        ),
+        rows=tuple(drawing.rank_label(grid, rank) for rank in range(grid.size)),
         num_chunks=played.graph.schedule.v,
         pp=grid.pp,
         boxes=drawing.Boxes(*columns),

@@ -15,9 +15,9 @@ from fourfold.report import drawing
 PAIRS = "(micro-batch, chunk) pairs in flight"
 
 
-def schedule_json(schedule: Schedule) -> dict[str, Any]:
-    """The object that ``fourfold schedule --json`` prints; docs/formats.md explains its keys."""
-    timeline = play(schedule)
+def schedule_json(schedule: Schedule, *, played: Timeline | None = None) -> dict[str, Any]:
+    """The object that ``fourfold schedule --json`` prints; docs/formats.md explains its keys. `played`: if it was."""
+    timeline = played or play(schedule)
     return {
         "pp": schedule.pp,
         "v": schedule.v,
@@ -36,15 +36,18 @@ def schedule_json(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def schedule_text(schedule: Schedule, *, asked_nc: int | None = None, width: int | None = None) -> str:
+def schedule_text(
+    schedule: Schedule, *, asked_nc: int | None = None, width: int | None = None, played: Timeline | None = None
+) -> str:
     """Head, a table per rank, and the computations of each rank drawn in the time of F = 1 and B = 2, or I = W = 1.
 
     Args:
         schedule: what to draw.
         asked_nc: the nc that was asked for; where rounds are of another size, a note says so.
         width: characters per line; the drawing is folded into blocks of time. None: one line per rank.
+        played: the schedule in time, if it was played already.
     """
-    timeline = play(schedule)
+    timeline = played or play(schedule)
     rounds = "+".join(map(str, schedule.rounds))
     kinds, lengths = "F or B", "backward = 2 forwards"
     if schedule.splits_backward:
@@ -104,9 +107,9 @@ def schedule_timeline(schedule: Schedule) -> drawing.Timeline:
     return _drawn(schedule, play(schedule))
 
 
-def schedule_page(schedule: Schedule) -> drawing.Page:
+def schedule_page(schedule: Schedule, *, played: Timeline | None = None) -> drawing.Page:
     """The timeline, the activations held, and sentences that say where the bubble is and which rank holds most."""
-    played = play(schedule)
+    played = played or play(schedule)
     timeline, memory = _drawn(schedule, played), _held(schedule, played)
     idle = _idle_phases(schedule, played)
     findings = [

@@ -50,6 +50,11 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def percent(share: float) -> str:
+    """12.3%, and what is less than 0.1% but not nothing."""
+    return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
+
+
 def _three_digits(value: float) -> str:
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{decimals}f}"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fourfold.report.files import write_whole
+from fourfold.recipe.write import write_whole
 from fourfold.report.trace_events import Processes, RankTrace
 from fourfold.report.trace_groups import Groups, Sizes
 from fourfold.report.trace_step import Step, slot_of

@@ -101,7 +101,7 @@ class RankTrace:
 
     def annotate_step(self, number: int, start: int, end: int) -> None:
         """The profiler's mark of a step, on the host."""
-        self._host_range("user_annotation", f"ProfilerStep#{number}", start, end)
+        self._host_range(f"ProfilerStep#{number}", start, end)
 
     def action(self, kind: Kind, stage: int, micro_batch: int, *, earliest: int, kernels: Sequence[tuple] = ()) -> None:
         """One action of the schedule: its range on the host with the launches in it, and what they launch.
@@ -118,7 +118,7 @@ class RankTrace:
         begin = max(self.host, earliest)
         end = begin + (len(kernels) + 1) * slot
         self.host = end
-        self._host_range("user_annotation", name, begin, end - 1)
+        self._host_range(name, begin, end - 1)
         if kind in COMPUTE and kernels:
             self._gpu("gpu_user_annotation", name, STREAMS["compute"], kernels[0][2], kernels[-1][3], "")
         at = begin + slot // 2
@@ -137,7 +137,7 @@ class RankTrace:
         begin, slot = max(self.host, earliest), self.slot
         if len(self.groups.by_dimension["world"].ranks) > 1:
             self._collective(begin, "world", "all_reduce", -1, -1, *reduced)
-        self._host_range("user_annotation", "Optimizer.step#AdamW.step", begin + slot, begin + 2 * slot)
+        self._host_range("Optimizer.step#AdamW.step", begin + slot, begin + 2 * slot)
         self._launch(begin + slot, _OPTIMIZER, STREAMS["compute"], *optimizer, "")
         self.host = begin + 2 * slot
 
@@ -166,7 +166,7 @@ class RankTrace:
             elements = self._elements(dimension, kind, stage, len(group.ranks))
             arguments = self._arguments[key] = group.arguments(name, dtype, elements)
         label = self._label(dimension, kind, stage, micro_batch)
-        self._host_range("user_annotation", label, at, at + self.slot - 1)
+        self._host_range(label, at, at + self.slot - 1)
         sequence = self._sequence[group.name] = self._sequence[group.name] + 1
         self._launch(
             at, kernel_name(name, dtype), group.stream, start, end, f',{arguments},"Seq":{sequence}', inside=True
@@ -238,9 +238,9 @@ class RankTrace:
             f'"args":{{"device":{self.device},"stream":{stream}{arguments}}}}}'
         )
 
-    def _host_range(self, category: str, name: str, start: int, end: int) -> None:
+    def _host_range(self, name: str, start: int, end: int) -> None:
         start, lasts = start + self.offset, end - start
-        head = _head(category, name, self.processes.cpu, self.processes.thread)
+        head = _head("user_annotation", name, self.processes.cpu, self.processes.thread)
         self._events.append(
             f'{head}{start // 1000}.{start % 1000:03d},"dur":{lasts // 1000}.{lasts % 1000:03d},"args":{{}}}}'
         )

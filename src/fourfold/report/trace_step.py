@@ -143,9 +143,7 @@ class _PipelineRank:
             self.earliest[j] = start
 
     def _message(self, action: Action) -> None:
-        direction, stage, micro_batch = action.message
-        kind = Kind.SEND_FORWARD if direction == Kind.FORWARD else Kind.SEND_BACKWARD
-        i = self.graph.where[Action(kind, stage, micro_batch)]
+        i = self.graph.where[action.send]
         node = self.graph.nodes[i]
         begin = self.step.messages.sent[i] if action.kind in SENDS else self.step.messages.received[i]
         pair = (node.pp_rank, node.receiver)
@@ -235,7 +233,5 @@ class _Messages:
                 if action.kind in COMPUTE:
                     before = played.end[graph.where[action]]
                 elif action.kind in RECEIVES:
-                    direction, stage, micro_batch = action.message
-                    kind = Kind.SEND_FORWARD if direction == Kind.FORWARD else Kind.SEND_BACKWARD
-                    posted[graph.where[Action(kind, stage, micro_batch)]] = before
+                    posted[graph.where[action.send]] = before
         return posted

@@ -17,7 +17,7 @@ import numpy as np
 from fourfold.layout import Kind
 from fourfold.layout.actions import COMPUTE, SENDS
 from fourfold.simulator.costs import Modelled
-from fourfold.simulator.critical import Replica, critical_path, inside
+from fourfold.simulator.critical import CriticalPath, Replica, critical_path, inside, value
 from fourfold.simulator.graph import NONE, Graph, Node
 from fourfold.simulator.played import Played
 from fourfold.simulator.scenario import Scenario
@@ -55,11 +55,13 @@ class Causes:
     """Per pipeline rank: from its last computation to the optimizer's step."""
 
 
-def causes(scenario: Scenario, played: Played, *, replica: Replica = (0, 0, 0)) -> Causes:
-    """The waits of one replica (dp, cp, tp) of what was simulated with `keep`."""
+def causes(
+    scenario: Scenario, played: Played, *, replica: Replica = (0, 0, 0), path: CriticalPath | None = None
+) -> Causes:
+    """The waits of one replica (dp, cp, tp) of what was simulated with `keep`. `path`: of the step, if it is known."""
     if not played.end:
         raise ValueError("causes need the start and end of every node; simulate with keep=True")
-    return _Search(scenario, played, replica).run()
+    return _Search(scenario, played, replica, path).run()
 
 
 def idle_by_phase(played: Played, replica: Replica | None = None) -> np.ndarray:
@@ -122,8 +124,8 @@ class _Root(NamedTuple):
 class _Search:
     """One pass over the graph: what a computation waited for comes before it."""
 
-    def __init__(self, scenario: Scenario, played: Played, replica: Replica) -> None:
-        self.scenario, self.played, self.at = scenario, played, replica
+    def __init__(self, scenario: Scenario, played: Played, replica: Replica, path: CriticalPath | None) -> None:
+        self.scenario, self.played, self.at, self.path = scenario, played, replica, path
         self.costs, self.nodes = Modelled(scenario), played.graph.nodes
         self.start = [float(lanes[replica]) for lanes in played.start]
         self.end = [float(lanes[replica]) for lanes in played.end]
@@ -164,7 +166,7 @@ class _Search:
         if wait <= self.least:
             return Cause(0.0, "")
         ready = max(free, self.end[node.needs]) if node.needs != NONE else free
-        late = float(np.broadcast_to(self.costs.host(node), self.played.start[i].shape)[self.at])
+        late = value(self.costs.host(node), self.at)
         parts: list[tuple[float, str, _Root]] = []
         if ready - free > self.least:
             parts.append((ready - free, *self._for_neighbour(node, free, phase)))
@@ -297,7 +299,7 @@ class _Search:
         faults, found = self.scenario.faults, defaultdict[tuple[str, int], float](float)
         if not (faults.ranks or faults.links or faults.cpus):
             return 0.0, "", NONE
-        path = critical_path(self.scenario, self.played)
+        path = self.path or critical_path(self.scenario, self.played)
         for step in path.steps:
             rank, dp = path.rank_of(step), step.replica[0]
             if rank in faults.ranks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -50,6 +51,23 @@ class Pieces:
     tp: Lanes  # of one layer
     cp: Lanes  # of one layer
     alone: bool = False  # products for the gradients of weights, in which no other rank takes part
+
+    @cached_property
+    def own(self) -> Lanes:
+        """What each rank computes of one layer."""
+        return self.layer.compute * self.slower + self.attention
+
+    @cached_property
+    def of_tp_group(self) -> Lanes:
+        """One layer without CP's collectives: of its TP group, which is as slow as its slowest in every half."""
+        return latest(self.own, 2) + self.tp + self.layer.dp
+
+    @property
+    def one_layer(self) -> Lanes:
+        """One layer with its collectives, nobody late."""
+        if not self.number:
+            return 0.0
+        return self.own if self.alone else self.of_tp_group + self.cp
 
 
 class Costs(Protocol):
@@ -172,16 +190,13 @@ class Modelled:
     def computation(self, node: Node, start: Lanes) -> Spent:
         pieces = self.pieces(node)
         number, layer, ends, slower = pieces.number, pieces.layer, pieces.ends, pieces.slower
-        attention, tp, cp = pieces.attention, pieces.tp, pieces.cp
-        own = layer.compute * slower + attention
+        attention, tp, cp, own = pieces.attention, pieces.tp, pieces.cp, pieces.own
         if pieces.alone:
             busy = ends * slower + number * own
-            return Spent(start + busy, {"compute": busy}, own if number else 0.0)
+            return Spent(start + busy, {"compute": busy}, pieces.one_layer)
         # A head's product and loss have TP's collectives in them, too; a stage without layers meets nobody else.
         end = latest(start, 2) + ends * latest(slower, 2)
-        one: Lanes = 0.0
         if number:
-            one = latest(own, 2) + tp + layer.dp  # of its TP group, which is as slow as its slowest in every half
             before = layer.before * slower
             if isinstance(slower, np.ndarray) and self.lanes.cp > 1:
                 for _ in range(number):
@@ -190,8 +205,8 @@ class Modelled:
             else:
                 # CP's ranks meet in every layer; what comes before the first meeting and after the last is their own.
                 slowest = latest(cp, 2)  # of the meetings that a TP group's ranks have
-                met = latest(end + before, 1) + (number - 1) * (latest(one, 1) + slowest)
-                end = met + slowest + one - before
+                met = latest(end + before, 1) + (number - 1) * (latest(pieces.of_tp_group, 1) + slowest)
+                end = met + slowest + pieces.of_tp_group - before
         busy = ends * slower + number * own
         parts = {
             "compute": (number * layer.compute + ends) * slower,
@@ -201,7 +216,7 @@ class Modelled:
             "dp": number * layer.dp,
             "tp_wait": latest(start, 2) - start + latest(busy, 2) - busy,
         }
-        return Spent(end, parts, one + cp if number else 0.0)
+        return Spent(end, parts, pieces.one_layer)
 
 
 class _Links:

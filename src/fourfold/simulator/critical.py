@@ -18,7 +18,7 @@ import numpy as np
 
 from fourfold.layout import Grid, Kind
 from fourfold.layout.actions import COMPUTE, SENDS
-from fourfold.simulator.costs import Modelled, Pieces
+from fourfold.simulator.costs import Lanes, Modelled, Pieces
 from fourfold.simulator.graph import NONE
 from fourfold.simulator.played import Played
 from fourfold.simulator.scenario import Scenario
@@ -148,7 +148,7 @@ class _Walk:
         pieces = self.costs.pieces(node)
         if node.gate != NONE and self.played.graph.schedule.zero < 3:
             weights = self._end(node.gate, at)
-            if weights + _value(layer_seconds(pieces), at) >= end * (1 - _CLOSE):  # the last layer waited for its own
+            if weights + value(pieces.one_layer, at) >= end * (1 - _CLOSE):  # the last layer waited for its own
                 self._last_layer(i, at, pieces)
                 return node.gate, at
         stretches, begun = inside(pieces, self.played.start[i], at)
@@ -157,19 +157,19 @@ class _Walk:
             self._emit(i, at, {"dp": slowed})
         for replica, seconds in stretches:
             self._emit(i, replica, seconds)
-        self._emit(i, begun, {"host": _value(self.costs.host(node), begun)})
+        self._emit(i, begun, {"host": value(self.costs.host(node), begun)})
         return self._before(i, begun)
 
     def _last_layer(self, i: int, at: Replica, pieces: Pieces) -> None:
         if not pieces.number:
             return
-        slowest = _latest_at(_whole(_own(pieces), self.played), at, (2,))
-        compute, attention = pieces.layer.compute * _value(pieces.slower, slowest), _value(pieces.attention, slowest)
+        slowest = _latest_at(_whole(pieces.own, self.played), at, (2,))
+        compute, attention = pieces.layer.compute * value(pieces.slower, slowest), value(pieces.attention, slowest)
         self._emit(
             i,
             slowest,
-            {"compute": compute, "attention": attention, "tp": _value(pieces.tp, at), "dp": pieces.layer.dp}
-            | {"cp": _value(pieces.cp, at)},
+            {"compute": compute, "attention": attention, "tp": value(pieces.tp, at), "dp": pieces.layer.dp}
+            | {"cp": value(pieces.cp, at)},
         )
 
     def _before(self, i: int, at: Replica) -> tuple[int, Replica]:
@@ -189,12 +189,12 @@ class _Walk:
 
     def _send(self, i: int, at: Replica) -> tuple[int, Replica]:
         node = self.nodes[i]
-        self._emit(i, at, {"pp": _value(self.costs.message(node), at)})
+        self._emit(i, at, {"pp": value(self.costs.message(node), at)})
         return max((node.needs, *node.after), key=lambda other: self._end(other, at)), at
 
     def _collect(self, i: int, at: Replica) -> tuple[int, Replica]:
         node = self.nodes[i]
-        seconds = _value(self.costs.collective(node), at) / self.costs.hidden
+        seconds = value(self.costs.collective(node), at) / self.costs.hidden
         if node.kind is Kind.REDUCE and self._end(i, at) > (self._start(i, at) + seconds) * (1 + _CLOSE):
             # The gradients of the first layer leave last, alone, after a backward that the others' have slowed.
             latest = _latest_at(self.played.end[node.needs], at, (0, 1))
@@ -214,11 +214,11 @@ class _Walk:
         if node.needs != NONE:
             pieces = self.costs.pieces(self.nodes[node.needs])
             early = pieces.number - 1 if node.kind is Kind.REDUCE else 0
-            left = max(early, 0) * layer_seconds(pieces)
+            left = max(early, 0) * pieces.one_layer
             leaves = self.played.end[node.needs] - left
             latest = _latest_at(leaves, at, (0, 1))
             if float(leaves[latest]) > when:
-                self.cut += _value(left, latest)
+                self.cut += value(left, latest)
                 return node.needs, latest
         return line, on_line
 
@@ -227,17 +227,6 @@ class _Walk:
 
     def _start(self, i: int, at: Replica) -> float:
         return float(self.played.start[i][at])
-
-
-def layer_seconds(pieces: Pieces) -> np.ndarray | float:
-    """One layer of a computation with its collectives, nobody late."""
-    if not pieces.number:
-        return 0.0
-    own = _own(pieces)
-    if pieces.alone:
-        return own
-    slowest = own.max(axis=2, keepdims=True) if isinstance(own, np.ndarray) else own
-    return slowest + pieces.tp + pieces.layer.dp + pieces.cp
 
 
 def inside(pieces: Pieces, start: np.ndarray, at: Replica) -> tuple[list[tuple[Replica, dict[str, float]]], Replica]:
@@ -249,12 +238,12 @@ def inside(pieces: Pieces, start: np.ndarray, at: Replica) -> tuple[list[tuple[R
         Stretches (replica, seconds by class), last to first, and the replica whose start counted.
     """
     if pieces.alone:
-        busy = pieces.ends * _value(pieces.slower, at) + pieces.number * _value(_own(pieces), at)
+        busy = pieces.ends * value(pieces.slower, at) + pieces.number * value(pieces.own, at)
         return [(at, {"compute": busy})], at
     dp, cp, _ = at
     shape, layer = start.shape, pieces.layer
 
-    def of_group(lanes: np.ndarray | float) -> np.ndarray:
+    def of_group(lanes: Lanes) -> np.ndarray:
         return np.broadcast_to(lanes, shape)[dp]  # [cp, tp]
 
     slower, attention, wire, meeting = map(of_group, (pieces.slower, pieces.attention, pieces.tp, pieces.cp))
@@ -290,15 +279,11 @@ def inside(pieces: Pieces, start: np.ndarray, at: Replica) -> tuple[list[tuple[R
     return stretches, (dp, cp, int(start[dp, cp].argmax()))
 
 
-def _own(pieces: Pieces) -> np.ndarray | float:
-    return pieces.layer.compute * pieces.slower + pieces.attention
-
-
-def _whole(lanes: np.ndarray | float, played: Played) -> np.ndarray:
+def _whole(lanes: Lanes, played: Played) -> np.ndarray:
     return np.broadcast_to(lanes, (played.lanes.dp, played.lanes.cp, played.lanes.tp))
 
 
-def _value(lanes: np.ndarray | float, at: Replica) -> float:
+def value(lanes: Lanes, at: Replica) -> float:
     """Of one replica; along a dimension in which all are alike, there may be but one."""
     if not isinstance(lanes, np.ndarray) or not lanes.ndim:
         return float(lanes)

@@ -45,6 +45,11 @@ class Node(NamedTuple):
         """As a schedule writes it."""
         return Action(self.kind, self.stage, self.micro_batch)
 
+    @property
+    def awaited(self) -> set[int]:
+        """All that it waits for."""
+        return {other for other in (self.before, self.needs, self.gate, *self.after) if other != NONE}
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -76,9 +81,8 @@ class Graph:
         """Per node, the last node that waits for it, or itself."""
         last = list(range(len(self.nodes)))
         for i, node in enumerate(self.nodes):
-            for other in (node.before, node.needs, node.gate, *node.after):
-                if other != NONE:
-                    last[other] = max(last[other], i)
+            for other in node.awaited:
+                last[other] = max(last[other], i)
         return tuple(last)
 
 
@@ -198,9 +202,7 @@ class _Nodes:
             for pp_rank, actions in enumerate(self.schedule.actions):
                 for action in actions:
                     if action.kind in MESSAGES:
-                        direction, stage, micro_batch = action.message
-                        kind = Kind.SEND_FORWARD if direction == Kind.FORWARD else Kind.SEND_BACKWARD
-                        queues[(pp_rank,)].append(self.place[Action(kind, stage, micro_batch)])
+                        queues[(pp_rank,)].append(self.place[action.send])
         for queue in queues.values():
             for ahead, i in itertools.pairwise(queue):
                 self.nodes[i] = self.nodes[i]._replace(after=(*self.nodes[i].after, ahead))
@@ -213,7 +215,7 @@ class _Nodes:
 
     def sorted(self) -> tuple[Node, ...]:
         """Each node after what it waits for. ValueError if some wait for each other."""
-        waiting_for = [self._awaited(node) for node in self.nodes]
+        waiting_for = [node.awaited for node in self.nodes]
         missing = list(map(len, waiting_for))
         followers: list[list[int]] = [[] for _ in self.nodes]
         for i, awaited in enumerate(waiting_for):
@@ -248,10 +250,6 @@ class _Nodes:
             )
             for node in (self.nodes[i] for i in order)
         )
-
-    @staticmethod
-    def _awaited(node: Node) -> set[int]:
-        return {other for other in (node.before, node.needs, node.gate, *node.after) if other != NONE}
 
     def _deadlock(self, waiting_for: list[set[int]], done: set[int]) -> str:
         """Follows who waits for whom until it comes round."""

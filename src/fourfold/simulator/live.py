@@ -20,12 +20,11 @@ from fourfold.planner.machines.chips import GIB
 from fourfold.planner.memory.peak import PARTS, RESERVED, SavesMemory
 from fourfold.planner.memory.saved import MemoryRules, load_rules
 from fourfold.planner.memory.walk import RankLive, RankMemory, StageBytes, live_bytes, peak_of, stage_bytes
-from fourfold.planner.run_memory import Trainer, held_of, job_of
 from fourfold.planner.search.misses import BYTES_WORDS
+from fourfold.planner.search.words import listed
 from fourfold.simulator.causes import duration
 
 if TYPE_CHECKING:
-    from fourfold.recipe import RunPlan
     from fourfold.simulator.played import Played
 
 _WORTH_SAYING = 0.02  # of a peak: parts that are less are summed up
@@ -137,16 +136,6 @@ def step_memory(
     )
 
 
-def memory_of_run(plan: RunPlan, timeline: Timeline, *, phase: int = 0, capacity: float | None = None) -> StepMemory:
-    """Of a recipe in one of its phases, with exactly the parameters that the trainer has.
-
-    `timeline`: the phase's schedule, played. `capacity`: bytes of one GPU, as a program sees it.
-    """
-    held = held_of(plan, plan.phases[phase])
-    job = job_of(plan, plan.phases[phase]).replace(hbm_bytes=capacity or 0.0)
-    return step_memory(job, timeline, plan.stages, Trainer(), held=held)
-
-
 def timeline_of(played: Played, *, dp: int = 0, cp: int = 0, tp: int = 0) -> Timeline:
     """When one replica's pipeline did what, from the engine.
 
@@ -241,11 +230,7 @@ def _owns(memory: StepMemory, other: int) -> str:
     ends = (("the embedding", low.embedding, high.embedding), ("the head", low.head, high.head))
     has += [name for name, mine, theirs in ends if mine and not theirs]
     lacks = [name for name, mine, theirs in ends if theirs and not mine]
-    return "".join(f", {word} {_listed(names)}" for word, names in (("with", has), ("without", lacks)) if names)
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    return "".join(f", {word} {listed(names)}" for word, names in (("with", has), ("without", lacks)) if names)
 
 
 def _large(size: float, peak: RankMemory) -> bool:

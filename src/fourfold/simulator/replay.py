@@ -192,12 +192,12 @@ def _named(numbers: Sequence[int], most: int = 8) -> str:
     return ", ".join(map(str, numbers[:most])) + rest
 
 
-def replay(logs: Logs, schedule: Schedule, grid: Grid, *, staggered: bool = False) -> Played:
+def replay(logs: Logs, graph: Graph, grid: Grid, *, staggered: bool = False) -> Played:
     """Plays one step from its measured durations.
 
     Args:
         logs: of the step.
-        schedule: what the run's ranks did, with its messages: it must be the same as in the logs.
+        graph: of the schedule that its ranks ran, in line, as `graph_of` makes it.
         grid: the run's layout.
         staggered: each rank begins when it began, by clocks that agree; else all begin at once, which takes nothing but
             durations, and a step is as much shorter as its late starters were waited for.
@@ -205,16 +205,21 @@ def replay(logs: Logs, schedule: Schedule, grid: Grid, *, staggered: bool = Fals
     Returns:
         Its classes of time are compute (all of a computation, with the waiting for TP and CP ranks inside of it),
         pp_wait, dp, dp_wait, host and end_wait.
+    """
+    return play(graph, Measured(logs, graph, grid, staggered=staggered))
+
+
+def graph_of(logs: Logs, schedule: Schedule, grid: Grid) -> Graph:
+    """What a logged step waits for. `schedule`, with its messages, and `grid` are the run's.
 
     Raises:
         ValueError: the logs are of another layout or another schedule.
     """
-    check_layout(logs, schedule, grid)
-    graph = compile_graph(schedule, in_line=True)
-    return play(graph, Measured(logs, graph, grid, staggered=staggered))
+    _check_layout(logs, schedule, grid)
+    return compile_graph(schedule, in_line=True)
 
 
-def check_layout(logs: Logs, schedule: Schedule, grid: Grid) -> None:
+def _check_layout(logs: Logs, schedule: Schedule, grid: Grid) -> None:
     """ValueError if the logs are not those of this schedule on this grid."""
     if len(logs.ranks) != grid.size:
         raise ValueError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from fourfold.layout import Grid, Schedule
 from fourfold.simulator.played import Played
-from fourfold.simulator.replay import Logs, replay, with_normal_rank
+from fourfold.simulator.replay import Logs, graph_of, message_seconds, replay, with_normal_rank
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,13 @@ def replayed(logs: Logs, schedule: Schedule, grid: Grid) -> Replayed:
 
     ValueError: the logs are of another layout or another schedule.
     """
-    played = replay(logs, schedule, grid)
+    graph = graph_of(logs, schedule, grid)
+    known = dataclasses.replace(logs, message=message_seconds(logs, grid))
+    played = replay(known, graph, grid)
     normal = []
     if grid.size > grid.pp:  # a rank without peers is neither slow nor fast
         for rank in range(grid.size):
-            seconds = replay(with_normal_rank(logs, rank, grid), schedule, grid).step_seconds
+            seconds = replay(with_normal_rank(known, rank, grid), graph, grid).step_seconds
             normal.append((rank, played.step_seconds - seconds))
-    staggered = replay(logs, schedule, grid, staggered=True)
+    staggered = replay(known, graph, grid, staggered=True)
     return Replayed(logs, grid, played, staggered, tuple(sorted(normal, key=lambda gain: -gain[1])))

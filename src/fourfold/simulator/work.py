@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fourfold.layout import Kind, Stage
-from fourfold.planner.jobs import Jobs, Recompute, layer_parameters
+from fourfold.planner.jobs import Jobs, layer_parameters
 from fourfold.planner.search.exact import stage_seconds, weight_seconds
 from fourfold.planner.timing import collectives, exposure
 from fourfold.planner.timing.compute import layer_work, rates
 from fourfold.planner.timing.stack import Constants, Stack, constants_of
-from fourfold.planner.timing.step import LayerSeconds, Parts, parts, passes
+from fourfold.planner.timing.step import LayerSeconds, Parts, of_recompute, parts, passes
 
 Seconds = float
 
@@ -73,25 +73,22 @@ class Work:
     def without(self, name: str) -> Work:
         """A copy in which something is free. What it hid stays hidden.
 
-        `name`: "compute", "attention", "tp", "cp", "pp" (messages), "dp" (FSDP's collectives), "optimizer" or "fixed".
+        `name`: "attention", "tp", "cp", "pp" (messages), "dp" (FSDP's collectives), "optimizer" or "fixed".
         """
         if name == "pp":
             return self.replace(message=0.0)
         if name in ("optimizer", "fixed"):
             return self.replace(**{name: 0.0})
-        gone = {"compute": 0.0, "before": 0.0} if name == "compute" else {name: 0.0}
 
         def freed(layers: Mapping[Kind, Layer]) -> dict[Kind, Layer]:
-            return {kind: dataclasses.replace(layer, **gone) for kind, layer in layers.items()}
+            return {kind: dataclasses.replace(layer, **{name: 0.0}) for kind, layer in layers.items()}
 
         changes: dict[str, object] = {
             "layer": freed(self.layer),
             "slow": {factor: freed(layers) for factor, layers in self.slow.items()},
         }
-        none = (0.0,) * len(self.layers)
-        if name == "compute":
-            changes["ends"] = dict.fromkeys(self.ends, none)
         if name == "dp":
+            none = (0.0,) * len(self.layers)
             changes |= {"gather": none, "reduce": none, "contention": 0.0}
         return self.replace(**changes)
 
@@ -156,7 +153,7 @@ def _slow_layers(job: Jobs, constants: Constants, factor: float, healthy: Mappin
             continue
         cover = layer.compute + layer.attention + layer.tp + layer.cp
         dp = getattr(exposure.layer_shards(slow, late, np.asarray(cover), np.asarray(cover)), way)
-        again = float(job.recomputed_layers * (job.recompute == Recompute.FULL)) * (way == "backward")
+        again = float(of_recompute(job)[1]) * (way == "backward")
         out[kind] = dataclasses.replace(
             layer,
             tp=float(getattr(tp, way) + again * tp.forward),

@@ -21,14 +21,12 @@ def initial_weights(plan: RunPlan, *, verify: bool = True) -> WeightSource:
         RecipeError: the weights cannot be read, or are not those of the model.
     """
     path, config, seed = plan.recipe.model.path, plan.config, plan.recipe.train.seed
-    if has_weights(plan):
-        assert path is not None
+    if path is not None and has_weights(plan):
+        folder = local_folder(path)
         try:
-            if is_checkpoint(path):
+            if folder is None or is_checkpoint(path):  # a URL with weights is a checkpoint
                 read = open_weights(find_checkpoint(path, verify=verify), config)
             else:
-                folder = local_folder(path)
-                assert folder is not None
                 read = huggingface.open_weights(folder, config)
         except RecipeError:
             raise

@@ -13,7 +13,7 @@ import pytest
 from fourfold.planner.jobs import Jobs, Order, Precision, Recompute, Split
 from fourfold.planner.machines.chips import GIB
 from fourfold.planner.memory.peak import PARTS, Memory, peak_memory
-from fourfold.planner.memory.saved import Kept, MemoryRules, kept_by_layer, load_rules, sizes
+from fourfold.planner.memory.saved import Kept, MemoryRules, load_rules, sizes
 from fourfold.planner.memory.walk import walk_row
 from tests.planner.jobs_of_tests import job
 
@@ -62,10 +62,11 @@ def gpt(**columns: Any) -> Jobs:
 
 
 def test_a_405b_layer_is_half_a_gib_and_a_third_of_a_gb_in_metas_graph() -> None:
-    full, kept = kept_by_layer(production(), load_rules("standard"))
+    jobs, rules = production(), load_rules("standard")
+    full, kept = (sizes(row, rules).activations for row in (jobs.replace(recompute=Recompute.NONE), jobs))
     assert full == kept
     assert float(full) / GIB == pytest.approx(0.496, abs=0.001)
-    assert float(kept_by_layer(production(), load_rules("meta"))[1]) / 1e9 == pytest.approx(0.33, abs=0.002)
+    assert float(sizes(jobs, load_rules("meta")).activations) / 1e9 == pytest.approx(0.33, abs=0.002)
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -76,7 +77,7 @@ def test_gpt_layer_as_korthikanti(parallel: bool) -> None:
 
     def kept(recompute: Recompute) -> float:
         jobs = gpt(sequence_parallel=parallel, micro_batch=b, recompute=recompute)
-        return float(kept_by_layer(jobs, load_rules("megatron-2021"))[1])
+        return float(sizes(jobs, load_rules("megatron-2021")).activations)
 
     linear = 34 / t if parallel else 10 + 24 / t
     assert kept(Recompute.NONE) == pytest.approx(s * b * h * (linear + 5 * a * s / (h * t)), rel=1e-3)
@@ -92,7 +93,7 @@ def test_attention_that_is_not_fused_adds_its_scores() -> None:
 
 
 def memory_of_a_layer(**columns: Any) -> float:
-    return float(kept_by_layer(job("8b", **columns), load_rules("standard"))[1])
+    return float(sizes(job("8b", **columns), load_rules("standard")).activations)
 
 
 def test_grouped_queries_keep_less() -> None:

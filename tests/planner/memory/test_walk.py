@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,21 +11,16 @@ import pytest
 from fourfold.layout import Schedule, Stage, compile_program, generate, partition
 from fourfold.layout.actions import Kind
 from fourfold.planner.arithmetic import count_parameters, count_stages, rank_bytes
-from fourfold.planner.jobs import Jobs, Order, Recompute, Split
+from fourfold.planner.jobs import Jobs, Order, Recompute
 from fourfold.planner.machines.chips import GIB
 from fourfold.planner.memory.peak import peak_memory
-from fourfold.planner.memory.saved import kept_by_layer, load_rules, sizes
+from fourfold.planner.memory.saved import load_rules, sizes
 from fourfold.planner.memory.walk import RankMemory, stage_bytes, walk, walk_row
 from fourfold.planner.run_memory import Trainer, job_of, run_memory
 from fourfold.recipe import RunPlan, check, from_table
 from fourfold.recipe.model import PRESETS
 from tests.planner.jobs_of_tests import job
-
-
-@dataclass(frozen=True)
-class Software:
-    saved_set: str = "standard"
-    allocator: float = 1.03
+from tests.planner.memory.test_peak import Software, production
 
 
 def walked(
@@ -39,11 +33,6 @@ def walked(
     )
     stages = partition(int(jobs.layers), pp=pp, v=v, split=split)
     return walk(jobs, schedule, stages, None, Software(saved_set))
-
-
-def production(**columns: Any) -> Jobs:
-    layout: dict[str, Any] = {"tp": 8, "pp": 16, "dp": 128, "v": 8, "sequences": 2048, "order": Order.INTERLEAVED}
-    return job("405b", **(layout | {"split": Split.ENDS_LIGHT} | columns))
 
 
 def plan(**sections: dict[str, Any]) -> RunPlan:
@@ -190,7 +179,7 @@ def test_in_flight_on_rank_0(v: int, kind: str, m: int, chunks: int) -> None:
     jobs = job("8b", layers=56, pp=4, v=v, sequences=m)
     rank = walked(jobs, kind=kind)[0]
     assert rank.in_flight == chunks
-    per_chunk = float(kept_by_layer(jobs, load_rules("standard"))[1]) * 56 / (4 * v)
+    per_chunk = float(sizes(jobs, load_rules("standard")).activations) * 56 / (4 * v)
     assert rank.activations == pytest.approx(chunks * per_chunk)
 
 

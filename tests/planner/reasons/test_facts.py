@@ -10,7 +10,7 @@ import pytest
 from fourfold.layout import generate, partition, play
 from fourfold.planner.arithmetic import Bytes, count_parameters, count_stages, rank_bytes
 from fourfold.planner.flops import flops_per_token
-from fourfold.planner.memory.saved import kept_by_layer, load_rules
+from fourfold.planner.memory.saved import load_rules, sizes
 from fourfold.planner.reasons.cost import (
     DAY,
     FAILURES_PER_GPU_DAY,
@@ -46,10 +46,9 @@ def static(config: ModelConfig, *, tp: int, pp: int, dp: int, gradient_bytes: in
 
 def activations(config: ModelConfig, *, rows: int, seq_len: int, tp: int = 1) -> float:
     """GB of all layers without recomputation, flash attention, sequence parallelism (algorithms.md 3.2)."""
-    sizes = {name: getattr(config, name) for name in ("dim", "ffn_dim", "head_dim")}
-    jobs = job(heads=config.num_heads, kv_heads=config.num_kv_heads, tp=tp, seq_len=seq_len, micro_batch=rows, **sizes)
-    per_layer, _ = kept_by_layer(jobs, load_rules("standard"))
-    return float(per_layer) * config.num_layers / 1e9
+    model = {name: getattr(config, name) for name in ("dim", "ffn_dim", "head_dim")}
+    jobs = job(heads=config.num_heads, kv_heads=config.num_kv_heads, tp=tp, seq_len=seq_len, micro_batch=rows, **model)
+    return float(sizes(jobs, load_rules("standard")).activations) * config.num_layers / 1e9
 
 
 class TestParameters:

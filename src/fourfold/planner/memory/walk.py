@@ -132,7 +132,7 @@ def walk(
     rules: MemoryRules | None = None,
     held: StageBytes | None = None,
 ) -> tuple[RankMemory, ...]:
-    """Every pipeline rank's peak. Arguments as those of `live_bytes`."""
+    """Every pipeline rank's peak. Arguments as those of `live_bytes`, but `timeline` None: of unit durations."""
     timeline = compile_program(schedule).play() if timeline is None else timeline
     ranks = live_bytes(job, schedule, stages, timeline, stack, rules=rules, held=held)
     return tuple(peak_of(rank, stages, timeline, stack) for rank in ranks)
@@ -164,7 +164,7 @@ def live_bytes(
     job: Jobs,
     schedule: Schedule,
     stages: Sequence[Stage],
-    timeline: Timeline | None,
+    timeline: Timeline,
     stack: SavesMemory,
     *,
     rules: MemoryRules | None = None,
@@ -176,7 +176,7 @@ def live_bytes(
         job: one row.
         schedule: what runs. Of a long one the first few rounds are enough for a peak.
         stages: of the model, by global index.
-        timeline: when actions happen, to say when bytes are alive; None: unit durations. How much is alive at an action
+        timeline: when actions happen, to say when bytes are alive. How much is alive at an action
             depends on the order of the rank's actions only.
         stack: whose software it is.
         rules: instead of those of the stack's saved set.
@@ -184,7 +184,6 @@ def live_bytes(
     """
     rules = load_rules(stack.saved_set) if rules is None else rules
     held = stage_bytes(job, stages, rules) if held is None else held
-    timeline = compile_program(schedule).play() if timeline is None else timeline
     program = timeline.program
     codes, stage_of = _coded(program)
     trained = np.arange(schedule.num_stages) >= schedule.num_frozen_stages

@@ -17,7 +17,7 @@ from fourfold.planner.jobs import TRAINED_IN
 from fourfold.planner.machines.chips import GIB
 from fourfold.planner.memory.peak import RESERVED
 from fourfold.planner.reasons.cost import HOUR, checkpointing
-from fourfold.planner.reasons.published import HERD, long_context, preset_of, published, training_steps
+from fourfold.planner.reasons.published import HERD, long_tokens, preset_of, published, training_steps
 from fourfold.planner.search.judge import Candidate
 from fourfold.planner.search.paper import zero_rule
 from fourfold.planner.search.search import Plan, search
@@ -302,8 +302,9 @@ def _comments(problem: Problem, candidate: Candidate, recipe: Recipe) -> dict[st
         comments["pipeline.schedule"] = f"ranks wait {candidate.bubble_over_total:.1%} of the time for other stages"
     known = published(problem.config)
     if known is not None:
-        of = " (in pre-training; for long sequences none is printed)"
-        comments["optimizer"] = f"{HERD}; {known.source}{of if long_context(problem.config, batch.seq_len) else ''}"
+        is_long = long_tokens(problem.config, batch.seq_len) is not None
+        of = " (in pre-training; for long sequences none is printed)" if is_long else ""
+        comments["optimizer"] = f"{HERD}; {known.source}{of}"
     return comments
 
 

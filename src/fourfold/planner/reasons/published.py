@@ -49,17 +49,17 @@ def published(config: ModelConfig) -> Published | None:
     return PUBLISHED.get(preset_of(config) or "")
 
 
-def long_context(config: ModelConfig, seq_len: int) -> bool:
-    """Whether such a job is the published training on long sequences, after pre-training."""
+def long_tokens(config: ModelConfig, seq_len: int) -> float | None:
+    """Tokens of the published training on long sequences, after pre-training; None: such a job is not that."""
     known = published(config)
-    return known is not None and known.long_tokens is not None and seq_len > SHORT
+    return known.long_tokens if known is not None and seq_len > SHORT else None
 
 
 def training_tokens(config: ModelConfig, seq_len: int) -> tuple[float, str]:
     """(tokens of a whole training on sequences of this length, where the number comes from)."""
     known = published(config)
-    if known is not None and known.long_tokens is not None and seq_len > SHORT:
-        return known.long_tokens, f"{HERD}, 3.4.2: about, in six stages of longer and longer sequences"
+    if (long := long_tokens(config, seq_len)) is not None:
+        return long, f"{HERD}, 3.4.2: about, in six stages of longer and longer sequences"
     if known is not None:
         return known.tokens, HERD
     parameters = count_parameters(config).total

@@ -17,10 +17,10 @@ from fourfold.planner.machines.chips import CHIPS, GIB, Chip
 from fourfold.planner.memory.peak import peak_memory
 from fourfold.planner.search.contradictions import contradiction, runs_as_afab, unfilled_node
 from fourfold.planner.search.exact import play_exactly
-from fourfold.planner.search.judge import Candidate, allocatable_bytes, candidate, job_of, ranking, sweep
+from fourfold.planner.search.judge import Candidate, allocatable_bytes, allocated, candidate, job_of, ranking, sweep
 from fourfold.planner.search.misses import largest_parts
 from fourfold.planner.search.problem import DIMENSIONS, Problem
-from fourfold.planner.search.space import Space, has_grid, space, tensor_degrees
+from fourfold.planner.search.space import has_grid, space, tensor_degrees
 from fourfold.planner.search.words import layout_words
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def explain_infeasible(problem: Problem) -> Infeasible:
     if not len(layouts):
         constraint, makers = _illegal(problem)
         return Infeasible(constraint, None, tuple(change for make in makers for change in make(problem)))
-    memory = _memory(problem, layouts)
+    memory = allocated(problem, layouts, np.arange(len(layouts)))
     leanest = candidate(problem, job_of(problem, layouts, int(np.argmin(memory))))
     afab = runs_as_afab(problem)
     constraint = f"{afab}; {_binding(problem, leanest)}" if afab else _binding(problem, leanest)
@@ -123,10 +123,6 @@ def fits_at_all(problem: Problem) -> bool:
         lean &= columns["order"] != Order.FLEXIBLE
     layouts = layouts.take(np.flatnonzero(lean))
     return any((peak_memory(jobs, problem.stack).fits).any() for _, jobs in layouts.chunks(problem))
-
-
-def _memory(problem: Problem, layouts: Space) -> np.ndarray:
-    return np.concatenate([peak_memory(jobs, problem.stack).allocated for _, jobs in layouts.chunks(problem)])
 
 
 def _binding(problem: Problem, leanest: Candidate) -> str:

@@ -113,29 +113,30 @@ def sweep(problem: Problem, layouts: Space, *, slowest: float = math.inf) -> Swe
     allocatable, enough = allocatable_bytes(problem), math.inf
     for first in range(0, len(order), CHUNK):
         rows = order[first : first + CHUNK]
-        memory[rows] = _memory(problem, layouts, rows, fullest_only=True)
+        memory[rows] = allocated(problem, layouts, rows, fullest_only=True)
         close = rows[memory[rows] <= allocatable][:FIRST_LOOKS]
-        fits = close[_memory(problem, layouts, close) <= allocatable]
+        fits = close[allocated(problem, layouts, close) <= allocatable]
         enough = slowest * seconds[fits].min(initial=math.inf)
         if enough < math.inf:
             break
     # The rest as they are enumerated: neighbours have schedules in common, which are looked at once.
     rest = np.flatnonzero((seconds <= enough) & np.isinf(memory))
-    memory[rest] = _memory(problem, layouts, rest, fullest_only=True)
+    memory[rest] = allocated(problem, layouts, rest, fullest_only=True)
     close = np.flatnonzero(memory <= allocatable)
-    memory[close] = _memory(problem, layouts, close)
+    memory[close] = allocated(problem, layouts, close)
     return Swept(seconds, memory, memory <= allocatable)
 
 
 def memory_of(problem: Problem, layouts: Space, rows: np.ndarray) -> np.ndarray:
     """Bytes that these layouts allocate on the fullest rank; of those that do not fit, at least so many."""
-    memory = _memory(problem, layouts, rows, fullest_only=True)
+    memory = allocated(problem, layouts, rows, fullest_only=True)
     close = np.flatnonzero(memory <= allocatable_bytes(problem))
-    memory[close] = _memory(problem, layouts, rows[close])
+    memory[close] = allocated(problem, layouts, rows[close])
     return memory
 
 
-def _memory(problem: Problem, layouts: Space, rows: np.ndarray, *, fullest_only: bool = False) -> np.ndarray:
+def allocated(problem: Problem, layouts: Space, rows: np.ndarray, *, fullest_only: bool = False) -> np.ndarray:
+    """Bytes that some layouts allocate on the fullest rank; with `fullest_only` at least so many, sooner."""
     memory = np.empty(len(rows))
     for part, jobs in layouts.take(rows).chunks(problem):
         memory[part] = peak_memory(jobs, problem.stack, fullest_only=fullest_only).allocated

@@ -201,15 +201,15 @@ def context_ways(problem: Problem, tp: int) -> int | None:
     return None
 
 
-def _pipelines(problem: Problem, tp: int) -> Iterator[tuple[int, int, int]]:
-    """(cp, pp, dp) of the pipelines that rule 4 may choose among, shortest first: sequences are shared evenly."""
+def _pipelines(problem: Problem, tp: int) -> Iterator[tuple[int, int]]:
+    """(cp, pp) of the pipelines that rule 4 may choose among, shortest first: sequences are shared evenly."""
     cp, gpus, sequences = context_ways(problem, tp), problem.cluster.gpus, problem.sequences
     if cp is None:
         return
     for pp in range(1, min(gpus // (tp * cp), problem.config.num_layers + 2) + 1):
         dp, rest = divmod(gpus, tp * cp * pp)
         if not rest and sequences % dp == 0:
-            yield cp, pp, dp
+            yield cp, pp
 
 
 def _refusal(problem: Problem, degrees: list[int]) -> str:
@@ -232,7 +232,7 @@ def _refusal(problem: Problem, degrees: list[int]) -> str:
 def _smallest_pipeline(problem: Problem, tp: int) -> _Fit | None:
     """For one tp the smallest pipeline that fits, or none at all with ZeRO-3 where its gathers hide."""
     usable, tried = _usable(problem), []
-    for cp, pp, _ in _pipelines(problem, tp):
+    for cp, pp in _pipelines(problem, tp):
         for zero in (1, 3) if pp == 1 and _hides(problem, tp, cp) else (1,):
             needed = rule_bytes(problem, tp=tp, cp=cp, pp=pp, zero=zero)
             what = f"pp = {pp}" + (" with ZeRO-3" if zero == 3 else "")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fourfold.planner.search.judge import Candidate
 
 
@@ -29,3 +31,9 @@ def layout_words(one: Candidate) -> str:
 def many(count: int, one: str, several: str | None = None) -> str:
     """1 GPU; 1,024 GPUs; 2 micro-batches."""
     return f"{count:,} {one if count == 1 else several or f'{one}s'}"
+
+
+def listed(parts: Iterable[str]) -> str:
+    """One, two and three."""
+    *first, last = parts
+    return f"{', '.join(first)} and {last}" if first else last

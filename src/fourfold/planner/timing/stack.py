@@ -158,9 +158,14 @@ def _shipped(name: str) -> Stack:
 
 
 @cache
+def _chips() -> dict[str, Any]:
+    return tomllib.loads((FOLDER / CHIPS_FILE).read_text(encoding="utf-8"))
+
+
+@cache
 def load_sustained() -> Sustained:
     """The shares of all chips, from `stacks/chips.toml`."""
-    table = tomllib.loads((FOLDER / CHIPS_FILE).read_text(encoding="utf-8"))
+    table = _chips()
     names = [field.name for field in fields(Sustained)]
     return Sustained(**{name: np.array([table[chip.name][name]["value"] for chip in CHIPS]) for name in names})
 
@@ -190,15 +195,9 @@ def _band(table: dict[str, Any]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-@cache
-def _runs() -> dict[str, dict[str, int]]:
-    table = tomllib.loads((FOLDER / CHIPS_FILE).read_text(encoding="utf-8"))
-    return {chip: {name: share["runs"] for name, share in of.items() if "runs" in share} for chip, of in table.items()}
-
-
 def measured_runs(chip: int, precision: Precision) -> int:
     """Runs on a row of `cluster.CHIPS`, in numbers as wide as these, to which its share of the peak was fitted."""
-    return _runs()[CHIPS[chip].name][f"matmul_{min(precision.bits, 16)}"]
+    return _chips()[CHIPS[chip].name][f"matmul_{min(precision.bits, 16)}"]["runs"]
 
 
 def parse_stack(text: str, *, origin: str) -> Stack:

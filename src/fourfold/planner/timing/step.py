@@ -114,7 +114,7 @@ def _passes(
     tp = exposure.tensor_parallel(jobs, constants, work)
     cp = exposure.context_parallel(jobs, constants, work)
     again, relaunched = _recomputed(jobs, work, tp.forward + cp.forward)
-    attended, gathered = _of_recompute(jobs)
+    attended, gathered = of_recompute(jobs)
     # All wait for the rank with most attention.
     excess = 0.0 if imbalance is None else imbalance.factor(jobs) - 1
     waiting = (excess * work.attention[0], excess * work.attention[1])
@@ -204,7 +204,7 @@ def _recomputed(jobs: Jobs, work: LayerWork, communication: Column) -> tuple[Col
     return jobs.recomputed_layers * seconds, jobs.recomputed_layers * launched * work.launch[0]
 
 
-def _of_recompute(jobs: Jobs) -> tuple[Column, Column]:
+def of_recompute(jobs: Jobs) -> tuple[Column, Column]:
     """How much of a layer's forward attention, and of its forward communication, backward does again on average."""
     selective = (jobs.recompute == Recompute.SELECTIVE) & ~np.asarray(jobs.fused_attention, dtype=bool)
     attention = selective | (jobs.recompute == Recompute.FEED_FORWARD) | (jobs.recompute == Recompute.FULL)

@@ -7,8 +7,9 @@ from html import escape
 
 import numpy as np
 
+from fourfold.layout import Grid
 from fourfold.report import palette
-from fourfold.report.drawing import KINDS, Boxes, HeatMap, Memory, Timeline
+from fourfold.report.drawing import KINDS, Boxes, HeatMap, Memory, Timeline, rank_label
 from fourfold.report.page.peaks import peaks_table
 from fourfold.report.page.words import BYTES, quantity
 
@@ -202,7 +203,7 @@ def _extremes(heat_map: HeatMap) -> str:
 
 
 def rank_words(where: Sequence[int], shape: Sequence[int]) -> str:
-    """A rank by number and coordinates (dp, pp, cp, tp): rank = tp + TP (cp + CP (pp + PP dp))."""
-    dp, pp, cp, tp = where
-    rank = tp + shape[3] * (cp + shape[2] * (pp + shape[1] * dp))
-    return f"rank {rank} (dp {dp} pp {pp} cp {cp} tp {tp})"
+    """The rank at (dp, pp, cp, tp) of a heat map of this shape, by number and coordinates."""
+    names = ("dp", "pp", "cp", "tp")
+    grid = Grid(**dict(zip(names, shape, strict=True)))
+    return rank_label(grid, grid.rank(**dict(zip(names, where, strict=True))))

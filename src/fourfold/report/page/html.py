@@ -15,13 +15,14 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
+from fourfold.recipe.write import write_whole
 from fourfold.report import palette
 from fourfold.report.drawing import KINDS, Page, Split, Table
-from fourfold.report.files import write_whole
 from fourfold.report.page.charts import heat_map_reading, heat_map_section, memory_section, swatch, timeline_section
 from fourfold.report.page.columns import Columns
 from fourfold.report.page.data import memory_views, page_data
-from fourfold.report.page.words import quantity, share_words
+from fourfold.report.page.words import quantity
+from fourfold.report.text import percent
 
 _FOLDER = resources.files("fourfold.report.page")
 # What `main` needs, in the order in which it is run.
@@ -96,7 +97,7 @@ def _script() -> str:
 
 def _colours(page: Page) -> str:
     """What pages share with pictures, for a light and a dark background; the rest is in page.css."""
-    names = ("ink", "quiet", "faint", "paper", "idle", "alarm")
+    names = ("ink", "quiet", "faint", "paper", "idle", "alarm", "below", "above")
     light = {name: getattr(palette, name.upper()) for name in names}
     return f":root {{ {_variables(light | _boxes(page))} }}\n" + (
         f':root[data-theme="dark"] {{ {_variables(_boxes(page, dark=True))} }}'
@@ -172,9 +173,9 @@ def _split(split: Split) -> Iterable[str]:
     yield f'<section class="split"><h2>{escape(split.title)}: {escape(quantity(whole, split.unit))}</h2>'
     yield '<div class="bar" aria-hidden="true">'
     for name, amount, share, shade, striped in parts:
-        title = escape(f"{name}: {amount}, {share_words(share)}", quote=True)
+        title = escape(f"{name}: {amount}, {percent(share)}", quote=True)
         room = share * 100
-        texts = ((f"{name} {share_words(share)}", _NAME_WIDTH), (name, _NAME_WIDTH), (share_words(share), None))
+        texts = ((f"{name} {percent(share)}", _NAME_WIDTH), (name, _NAME_WIDTH), (percent(share), None))
         fitting = (t for t, letter in texts if room > (_SHARE_WIDTH if letter is None else letter * len(t)))
         yield (
             f'<div class="part{" striped" if striped else ""}" title="{title}" style="width:{max(share, 0.0):.4%};'
@@ -182,7 +183,7 @@ def _split(split: Split) -> Iterable[str]:
         )
     yield '</div><ul class="parts">'
     for name, amount, share, shade, striped in parts:
-        amounts = f"<b>{escape(amount)}</b> <span>{escape(share_words(share))}</span>"
+        amounts = f"<b>{escape(amount)}</b> <span>{escape(percent(share))}</span>"
         yield f"<li>{swatch(shade, striped=striped)}<span>{escape(name)}</span> {amounts}</li>"
     yield "</ul></section>"
 

@@ -11,7 +11,8 @@ from itertools import groupby
 import numpy as np
 
 from fourfold.report.drawing import Memory
-from fourfold.report.page.words import BYTES, quantity, share_words
+from fourfold.report.page.words import BYTES, quantity
+from fourfold.report.text import percent
 
 _WORTH_A_COLUMN = 0.02  # of a rank's peak
 
@@ -57,7 +58,7 @@ def _peaks(memory: Memory) -> tuple[list[_Peak], list[str]]:
     peaks = []
     for row, (i, total) in enumerate(zip(at, totals.tolist(), strict=True)):
         cells = [quantity(total, unit)]
-        cells += [share_words(total / memory.capacity) if i >= 0 else "-"] if memory.capacity else []
+        cells += [percent(total / memory.capacity) if i >= 0 else "-"] if memory.capacity else []
         cells += [quantity(float(memory.times[row][i]), memory.unit) if i >= 0 else "-"]
         cells += [quantity(float(parts[row, part]), unit) for part in large]
         cells += [quantity(float(rest[row]), unit)] if has_rest else []

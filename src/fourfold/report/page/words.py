@@ -24,11 +24,6 @@ def quantity(value: float, unit: str) -> str:
     return f"{_digits(value)} {unit}".rstrip()
 
 
-def share_words(share: float) -> str:
-    """12.3%, and what is less than 0.1% but not nothing."""
-    return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
-
-
 def _digits(value: float) -> str:
     """Three digits without trailing zeros and without an exponent: 12,345, 3.14, 0.25."""
     if abs(value) >= 999.5:

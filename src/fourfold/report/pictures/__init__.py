@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg")
 
 
-def check_picture(path: Path) -> None:
+def check_picture(path: Path, suffixes: Sequence[str] = SUFFIXES) -> None:
     """ValueError if no picture can be written here, before the work: wrong ending, no folder, no matplotlib."""
-    check_target(path, SUFFIXES)
+    check_target(path, suffixes)
     if find_spec("matplotlib") is None:
         raise ValueError(
             f'{path}: drawing needs the package "matplotlib", which is not installed: pip install "fourfold[report]"'

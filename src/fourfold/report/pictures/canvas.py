@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import get_hinting_flag
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 
-from fourfold.report.files import write_whole
+from fourfold.recipe.write import write_whole
 from fourfold.report.palette import FAINT, INK, PAPER, QUIET
 
 DPI = 150

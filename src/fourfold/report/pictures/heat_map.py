@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 
 from fourfold.layout import Grid
 from fourfold.report.drawing import HeatMap
-from fourfold.report.palette import ALARM, PAPER, QUIET
+from fourfold.report.palette import ABOVE, ALARM, BELOW, PAPER, QUIET
 from fourfold.report.pictures.canvas import POINTS, head_lines, place, text_width, wrapped, write_at, write_head
 from fourfold.report.scale import heat_scale
 
@@ -27,7 +27,6 @@ _RULED = 0.07  # inches of a cell from which on ranks of a block are parted by l
 _MIN_SCALE, _MAX_SCALE = 0.7, 3.0  # inches of the scale of colours
 _MOST_MARKED = 6  # ranks that the text under the title names
 _ROUNDING = 1e-5  # of the scale
-_BELOW, _ABOVE = "#f28cc8", "#e8382c"  # as in heat_map.js: of the few that are so far off that the scale ends before
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def draw_heat_map(heat_map: HeatMap, heading: Sequence[str]) -> Figure:
     for number, text in enumerate(sentences):
         write_at(figure, 0.15, below_head + line * (1.0 + number * 1.5), text, size=_TEXT)
     axes = place(figure, left, top, width, height)
-    shades = matplotlib.colormaps["viridis"].with_extremes(under=_BELOW, over=_ABOVE)
+    shades = matplotlib.colormaps["viridis"].with_extremes(under=BELOW, over=ABOVE)
     image = axes.imshow(_raster(heat_map.values, blocks), cmap=shades, interpolation="nearest", aspect="auto")
     if high > low:
         room = _ROUNDING * (high - low)  # whose value is an end of the scale has its colour

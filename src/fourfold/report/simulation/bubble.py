@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from fourfold.layout import compile_program
-from fourfold.report.simulation.words import alike, bubble_words, listed, percent
+from fourfold.planner.search.words import listed
+from fourfold.report.simulation.words import alike, bubble_words
+from fourfold.report.text import percent
 from fourfold.simulator.causes import PHASES, Causes, duration, gaps, idle_by_phase, phases
 from fourfold.simulator.graph import NONE
 from fourfold.simulator.played import Played

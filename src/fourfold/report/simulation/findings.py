@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fourfold.planner.search.words import listed
 from fourfold.report.simulation.bubble import bubble, longest_wait, spread
 from fourfold.report.simulation.measures import exposed_shares, own_computing, slowest
-from fourfold.report.simulation.words import PATH_WORDS, alike, listed, percent, sentence
+from fourfold.report.simulation.words import PATH_WORDS, alike, sentence
+from fourfold.report.text import percent
 from fourfold.simulator.causes import Causes, duration
 from fourfold.simulator.critical import CriticalPath
 from fourfold.simulator.live import StepMemory, verdict

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.report.simulation.words import DIMENSION_NAMES, percent
+from fourfold.report.simulation.words import DIMENSION_NAMES
+from fourfold.report.text import percent
 from fourfold.simulator.played import COMMUNICATION, COMPUTING, Played
 
 _LEAST = 0.0005  # of the step: what is less rounds to 0.0%

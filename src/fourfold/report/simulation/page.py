@@ -38,8 +38,8 @@ def simulation_page(answer: Answer, *, replica: Replica | None = None, notes: Se
     """
     scenario, played, gains, path = answer.scenario, answer.played, answer.gains, answer.path
     memory, name = answer.memory, answer.name
-    found = causes(scenario, played, replica=replica or worst_replica(played))
-    timeline = simulation_timeline(scenario, played, found=found)
+    found = causes(scenario, played, replica=replica or worst_replica(played), path=path)
+    timeline = simulation_timeline(scenario, played, found)
     said = findings(scenario, played, gains=gains, path=path, memory=memory, found=found)
     return drawing.Page(
         title=f"{name}: {layout_of(scenario)}" if name else layout_of(scenario),

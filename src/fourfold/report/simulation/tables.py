@@ -8,8 +8,8 @@ import numpy as np
 
 from fourfold.report import drawing
 from fourfold.report.simulation.measures import means, own_computing
-from fourfold.report.simulation.words import CLASS_WORDS, PATH_WORDS, column, grouped, percent
-from fourfold.report.text import format_bytes
+from fourfold.report.simulation.words import CLASS_WORDS, PATH_WORDS, column, grouped
+from fourfold.report.text import format_bytes, percent
 from fourfold.simulator.causes import PHASES, idle_by_phase
 from fourfold.simulator.critical import CriticalPath
 from fourfold.simulator.live import StepMemory

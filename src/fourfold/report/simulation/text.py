@@ -39,12 +39,11 @@ _WIDTH = 120  # characters of a line, on a terminal that is wider as well
 def print_simulation(answer: Answer, *, file: TextIO | None = None) -> None:
     """Prints a step; pretty where `file` (default stdout) is a terminal, plain elsewhere."""
     file = sys.stdout if file is None else file
-    what = _render(answer)
     if file.isatty():
         console = Console(file=file, highlight=False)
-        console.print(what, width=min(console.width, _WIDTH))
+        console.print(_render(answer), width=min(console.width, _WIDTH))
     else:
-        print(as_plain(what, width=_WIDTH), file=file)
+        print(simulation_text(answer), file=file)
 
 
 def simulation_text(answer: Answer) -> str:

@@ -8,7 +8,8 @@ import numpy as np
 
 from fourfold.layout.actions import COMPUTE
 from fourfold.report import drawing
-from fourfold.simulator.causes import Causes, causes
+from fourfold.report.simulation.words import alike
+from fourfold.simulator.causes import Causes
 from fourfold.simulator.critical import Replica
 from fourfold.simulator.played import Played
 from fourfold.simulator.scenario import Scenario
@@ -41,19 +42,14 @@ def worst_replica(played: Played) -> Replica:
     return int(dp), int(cp), int(tp)
 
 
-def simulation_timeline(
-    scenario: Scenario, played: Played, *, replica: Replica | None = None, found: Causes | None = None
-) -> drawing.Timeline:
+def simulation_timeline(scenario: Scenario, played: Played, found: Causes) -> drawing.Timeline:
     """A row per pipeline rank of one replica (dp, cp, tp) of what was simulated.
 
     Args:
         scenario: what was simulated.
         played: what came of it, with the times of all nodes.
-        replica: which; default: the one that ends last.
-        found: its causes, if they are known; then `replica` is theirs.
+        found: the replica's causes, which say which it is.
     """
-    if found is None:
-        found = causes(scenario, played, replica=replica or worst_replica(played))
     at = found.replica
     sentences: dict[str, int] = {}
     boxes, lanes = [], []
@@ -88,18 +84,18 @@ def simulation_timeline(
 def row_labels(scenario: Scenario, played: Played, at: Replica) -> tuple[str, ...]:
     """Of the pipeline ranks of a replica; their global ranks as well, where replicas differ."""
     dp, cp, tp = at
-    if played.lanes.dp * played.lanes.cp * played.lanes.tp == 1:
+    if alike(played):
         return tuple(f"pp {pp}" for pp in range(scenario.grid.pp))
     ranks = (scenario.grid.rank(dp=dp, pp=pp, cp=cp, tp=tp) for pp in range(scenario.grid.pp))
-    return tuple(f"rank {rank} (dp {dp} pp {pp} cp {cp} tp {tp})" for pp, rank in enumerate(ranks))
+    return tuple(drawing.rank_label(scenario.grid, rank) for rank in ranks)
 
 
 def _where(scenario: Scenario, played: Played, at: Replica) -> str:
-    grid, lanes = scenario.grid, played.lanes
+    grid = scenario.grid
     replicas = grid.dp * grid.cp * grid.tp
     if replicas == 1:
         return "every rank"
-    if lanes.dp * lanes.cp * lanes.tp == 1:
+    if alike(played):
         return f"one of {replicas:,} replicas that are all alike"
     dp, cp, tp = at
     return (

@@ -7,6 +7,7 @@ from itertools import groupby
 
 import numpy as np
 
+from fourfold.report.text import percent
 from fourfold.simulator.causes import duration
 from fourfold.simulator.played import Played
 from fourfold.simulator.scenario import Scenario
@@ -62,11 +63,6 @@ def alike(played: Played) -> bool:
     return played.lanes.dp * played.lanes.cp * played.lanes.tp == 1
 
 
-def percent(share: float) -> str:
-    """12.3%, and what is less than 0.1% but not nothing."""
-    return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
-
-
 def bubble_words(played: Played) -> str:
     """1.07 s, 7.4% of the step (10.3% of forwards and backwards)."""
     if played.bubble_over_compute < _ROUNDING:
@@ -80,12 +76,6 @@ def bubble_words(played: Played) -> str:
 def sentence(text: str) -> str:
     """With a capital and a full stop."""
     return f"{text[0].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
-
-
-def listed(parts: Iterable[str]) -> str:
-    """One, two and three."""
-    *first, last = parts
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def column(seconds: Iterable[float]) -> list[str]:

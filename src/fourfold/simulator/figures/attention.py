@@ -6,11 +6,12 @@ import csv
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 
 import numpy as np
 
 from fourfold.planner.imbalance import Documents, cut_rows
+from fourfold.planner.measured.tables import MEASUREMENTS
+from fourfold.planner.search.words import listed
 from fourfold.simulator.figures.cp_attention import (
     Gpu,
     Heads,
@@ -156,11 +157,7 @@ def named(points: Iterable[Point]) -> str:
     of_series: dict[str, list[str]] = {}
     for point in sorted(points, key=lambda one: (one.series, int(one.label.removesuffix("K")))):
         of_series.setdefault(point.series, []).append(point.label)
-    return "; ".join(f"{series} at {_listed(list(dict.fromkeys(labels)))}" for series, labels in of_series.items())
-
-
-def _listed(words: list[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return "; ".join(f"{series} at {listed(dict.fromkeys(labels))}" for series, labels in of_series.items())
 
 
 @cache
@@ -179,5 +176,4 @@ def _document_rows(seq_len: int) -> list[list[int]]:
 
 @cache
 def _table() -> tuple[dict[str, str], ...]:
-    text = (resources.files("fourfold.simulator.figures") / "cp_attention.csv").read_text(encoding="utf-8")
-    return tuple(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
+    return tuple(csv.DictReader((MEASUREMENTS / "cp_attention.csv").read_text(encoding="utf-8").splitlines()))

@@ -3,7 +3,6 @@
 /* From low to high: matplotlib's viridis at nine places. It is read alike by everyone, also in grey. */
 const HEAT = ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725"];
 const SHADES = 256;
-const [BELOW, ABOVE] = ["#f28cc8", "#e8382c"]; // of the few that are so far from the others that the scale ends before
 const WANTED_HEIGHT = 460; // pixels; ranks of many DP groups are laid out side by side to keep to it
 const LARGEST_CELL = 40;
 const SMALLEST_CELL = 2;
@@ -25,7 +24,7 @@ class HeatMap {
     Object.assign(this, { host, data });
     this.values = readColumn(bytes, data.values);
     [this.dp, this.pp, this.cp, this.tp] = data.shape;
-    this.colours = [...heatColours(), ...[BELOW, ABOVE].map(channelsOf)];
+    this.colours = [...heatColours(), ...["below", "above"].map((name) => theme.channels(name))];
     [this.low, this.high] = [data.low, data.high];
     this.showScale(scale);
     this.hovered = -1;
@@ -46,14 +45,17 @@ class HeatMap {
     high.textContent = this.high > this.low ? quantity(this.high, unit) : "";
     bar.style.background = `linear-gradient(to right, ${HEAT.join(", ")})`;
     bar.hidden = !(this.high > this.low);
-    const ends = [[below, (value) => value < this.low, "down", BELOW], [above, (value) => value > this.high, "up", ABOVE]];
-    for (const [place, isOut, direction, colour] of ends) {
+    const ends = [
+      [below, (value) => value < this.low, "down", "below"],
+      [above, (value) => value > this.high, "up", "above"],
+    ];
+    for (const [place, isOut, direction, name] of ends) {
       const out = this.values.filter(isOut);
       place.hidden = !out.length;
       if (!out.length) continue;
       const furthest = out.reduce(direction === "up" ? (a, b) => Math.max(a, b) : (a, b) => Math.min(a, b));
       const ranks = out.length === 1 ? "1 rank: " : `${out.length} ranks, ${direction} to `;
-      place.replaceChildren(make("span", `${ranks}${quantity(furthest, unit)}`, colour));
+      place.replaceChildren(make("span", `${ranks}${quantity(furthest, unit)}`, theme.colour(name)));
     }
   }
 
