@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
-from fourfold.layout import Grid, parse_label
+from fourfold.layout import Doing, Grid, parse_label
+from fourfold.layout.actions import RECEIVES
 from fourfold.model import Batch
 from fourfold.parallel import connect
 from fourfold.parallel.batch import LocalBatch
@@ -141,9 +142,21 @@ def test_every_action_and_collective_is_labelled() -> None:
         return [event.name for event in profiler.events() if event.name.startswith("ff:")]
 
     schedule, grid = case.plan().schedule, case.plan().grid
-    found = [[parse_label(name) for name in names] for names in fork_ranks(case.world, work, timeout=60)]
+    doings = {Doing.COUNT.range, Doing.FLUSH.range, Doing.SUM.range}
+    found, waits = [], []
+    for names in fork_ranks(case.world, work, timeout=60):
+        assert doings == {name for name in names if parse_label(name) is None}
+        labels = [label for name in names if (label := parse_label(name)) is not None]
+        found.append([label for label in labels if "wait" not in label.kind.lower()])
+        waits.append([label for label in labels if "wait" in label.kind.lower()])
     for rank, labels in enumerate(found):
-        assert all(labels)
+        # A message is waited for in the computation that takes it, a collective under the number of its start.
+        taken = Counter((x.kind.removeprefix("WAIT_"), x.stage, x.micro_batch) for x in waits[rank] if x.kind != "wait")
+        received = [a for a in schedule.actions[grid.coordinates(rank).pp] if a.kind in RECEIVES]
+        assert taken == Counter((a.kind.value.removeprefix("RECV_"), a.stage, a.micro_batch) for a in received)
+        started = Counter(x._replace(kind="wait") for x in labels if x.kind in ("all_gather", "reduce_scatter"))
+        waited = Counter(x for x in waits[rank] if x.kind == "wait")
+        assert waited == Counter({x: n for x, n in started.items() if x.dimension != "fsdp"})
         actions = [(x.kind, x.stage, x.micro_batch) for x in labels if x.dimension == "pp"]
         plan = schedule.actions[grid.coordinates(rank).pp]
         expected = [(str(a.kind), a.stage, a.micro_batch) for a in plan]
@@ -154,7 +167,7 @@ def test_every_action_and_collective_is_labelled() -> None:
         for dimension in ("tp", "cp"):
             mine = [x for x in labels if x.dimension == dimension]
             assert all(x.group == min(grid.group_of(rank, dimension)) for x in mine)
-            assert [x.sequence for x in sorted(mine, key=lambda x: x.sequence)] == list(range(len(mine)))
+            assert sorted(x.sequence for x in mine) == list(range(len(mine)))
             in_stages = [x for x in mine if x.stage >= 0]
             assert {(x.stage, x.micro_batch) for x in in_stages} <= {(s, m) for k, s, m in expected if k in "FB"}
             # Members agree on what their n-th collective is.

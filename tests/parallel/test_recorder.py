@@ -5,8 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
+import pytest
+
+from fourfold.layout import Doing
 from fourfold.parallel.recorder import KEPT, Recorder
 from fourfold.trainer.ranks import fork_ranks
 from tests.parallel.harness import Case, make_model, micro_batches
@@ -101,6 +105,45 @@ def test_sends_are_waited_for_only_by_who_must_get_rid_of_them() -> None:
     assert recorder.waits(time.monotonic_ns()) == []
     work.done.set()
     thread.join()
+
+
+def test_what_is_no_action_is_logged_with_its_waiting() -> None:
+    recorder = Recorder(None)
+    line, other = recorder.line("tp", (0, 1)), recorder.line("dp", (0, 2))
+    with recorder.doing(Doing.SUM):
+        line.start("all_reduce").wait(Slept(0.05))
+        with recorder.doing(Doing.COUNT):  # a part of the other
+            other.start("all_reduce").wait(Slept(0.02))
+        elsewhere = in_thread(lambda: other.start("all_reduce").wait(Slept(0.2)))  # the rank itself goes on
+    elsewhere.join()
+    with recorder.flushing():
+        time.sleep(0.01)
+    with pytest.raises(ZeroDivisionError), recorder.doing(Doing.NORM):
+        raise ZeroDivisionError
+    with recorder.doing(Doing.GC):
+        sum(range(300_000))
+    entries = recorder.take_doings()
+    assert [entry.doing for entry in entries] == [Doing.SUM, Doing.FLUSH, Doing.GC]
+    assert all(a.start <= a.end <= b.start for a, b in pairwise(entries))
+    summed, flushed, collected = entries
+    assert 0.07e9 <= summed.wait <= summed.end - summed.start < 0.2e9
+    assert summed.cpu < 0.05e9
+    assert 0.01e9 <= flushed.wait <= flushed.end - flushed.start
+    assert collected.wait == 0
+    assert 0 < collected.cpu <= collected.end - collected.start + 1e6
+    assert recorder.waited == line.waited + other.waited + flushed.wait
+    assert 0.05e9 <= line.waited < other.waited + 0.05e9
+    assert recorder.take_doings() == []
+
+
+class Slept:
+    """Something that takes so many seconds once it is waited for."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def wait(self) -> None:
+        time.sleep(self.seconds)
 
 
 class Device:

@@ -12,8 +12,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fourfold.layout import partition
 from fourfold.model import Batch, Llama
-from fourfold.planner import causal_pairs, count_parameters, model_flops
+from fourfold.planner import causal_pairs, count_parameters, model_flops, stage_flops
 from fourfold.planner.flops import (
     CONVENTIONS,
     flops_per_token,
@@ -282,3 +283,24 @@ def count(config: ModelConfig, freeze: tuple[str, ...], *, num_tokens: int) -> i
 
 def _fields(config: ModelConfig) -> dict[str, object]:
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+class TestStages:
+    """Of each virtual stage."""
+
+    @pytest.mark.parametrize("freeze", [(), ("tok_embeddings", "layers.0", "layers.1"), ("layers.3",), ("output",)])
+    @pytest.mark.parametrize(
+        ("pp", "v", "split"), [(1, 1, "even"), (2, 2, "even"), (4, 1, "ends_light"), (3, 2, "even")]
+    )
+    def test_they_sum_to_the_model(self, freeze: tuple[str, ...], pp: int, v: int, split: str) -> None:
+        whole = model_flops(TINY, freeze)
+        parts = stage_flops(TINY, partition(TINY.num_layers, pp=pp, v=v, split=split), freeze)
+        assert len(parts) == pp * v
+        for key in ("per_token", "per_token_6p", "per_pair"):
+            assert sum(getattr(part, key) for part in parts) == getattr(whole, key)
+
+    def test_by_hand(self) -> None:
+        first, last = stage_flops(TINY, partition(8, pp=2, v=1, split=(5, 3)))
+        layer = 64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 128 + 2 * 64
+        assert (first.per_token, last.per_token) == (6 * 5 * layer, 6 * (3 * layer + 64 + 260 * 64))
+        assert (first.per_pair, last.per_pair) == (12 * 5 * 4 * 16, 12 * 3 * 4 * 16)

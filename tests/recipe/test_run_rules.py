@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,31 @@ ILLEGAL: list[tuple[Table, list[str]]] = [
     ),
     ({"timeouts": {"collective": 900.0}}, ["timeouts.abort = 900.0: must be less than timeouts.collective = 900"]),
     ({"timeouts": {"step_factor": 0.5}}, ["timeouts.step_factor = 0.5: must be greater than 1, or 0 for never"]),
+    ({"profile": {"steps": "x"}}, ['profile.steps = "x": must be a step or a range of steps, as in 3-5']),
+    ({"profile": {"steps": "3-5,9"}}, ['profile.steps = "3-5,9": must be a step or a range of steps']),
+    ({"profile": {"steps": "5-3"}}, ['profile.steps = "5-3": must be a step or a range of steps, as in 3-5, or empty']),
+    (
+        {"profile": {"steps": "0-3"}},
+        ['profile.steps = "0-3": must be steps from 1 to train.steps = 100; nearest legal: "1-3"'],
+    ),
+    (
+        {"profile": {"steps": "99-101"}},
+        ['profile.steps = "99-101": must be steps from 1 to train.steps = 100; nearest legal: "99-100"'],
+    ),
+    (
+        {"profile": {"steps": "300"}},
+        ['profile.steps = "300": must be steps from 1 to train.steps = 100; nearest legal: "100"'],
+    ),
+    ({"profile": {"ranks": "0"}}, ['profile.ranks = "0": means nothing without profile.steps']),
+    (
+        {"profile": {"steps": "3", "ranks": "0-4"}},
+        [
+            'profile.ranks = "0-4": must be ranks below tp x cp x pp x dp = 4, or ranges of them, as in 0-7,16: '
+            'there are ranks 0 to 3; nearest legal: "0-3"'
+        ],
+    ),
+    ({"profile": {"steps": "3", "ranks": "0-99999999999"}}, ['profile.ranks = "0-99999999999": must be ranks below']),
+    ({"profile": {"steps": "3", "ranks": "1,,2"}}, ['profile.ranks = "1,,2": must be ranks below']),
 ]
 
 
@@ -114,6 +140,38 @@ LLAMA_405B: Table = {
         ],
     },
 }
+
+
+class TestProfile:
+    """[profile]: which steps on which ranks."""
+
+    def test_none_unless_asked_for(self) -> None:
+        assert len(check(from_table(TWO_GROUPS)).profiled_steps) == 0
+
+    @pytest.mark.parametrize(
+        ("steps", "ranks", "wanted"),
+        [
+            ("7", "", ([7], [0, 1, 2, 3])),
+            ("3-5", "3, 0-1", ([3, 4, 5], [0, 1, 3])),
+            ("1-100", "2", ([*range(1, 101)], [2])),
+        ],
+    )
+    def test_legal(self, steps: str, ranks: str, wanted: tuple[list[int], list[int]]) -> None:
+        plan = check(from_table({**TWO_GROUPS, "profile": {"steps": steps, "ranks": ranks}}))
+        assert ([*plan.profiled_steps], [*plan.profiled_ranks]) == wanted
+
+    def test_nobody_gets_thousands_of_files_by_oversight(self) -> None:
+        asked = {**LLAMA_405B, "profile": {"steps": "3"}}
+        rule = "must be given where there are more than 256 ranks; tp x cp x pp x dp = 8192"
+        assert problems(asked) == [f'profile.ranks = "": {rule}; nearest legal: "0-255"']
+        given = check(from_table({**LLAMA_405B, "profile": {"steps": "3", "ranks": "0-300"}}))
+        assert len(given.profiled_ranks) == 301
+
+    def test_what_a_run_writes_down_reads_back(self, tmp_path: Path) -> None:
+        recipe = from_table({**TWO_GROUPS, "profile": {"steps": "3-5", "ranks": "1"}})
+        file = tmp_path / "run.toml"
+        file.write_text(to_toml(recipe))
+        assert load(file) == recipe
 
 
 class TestPhases:

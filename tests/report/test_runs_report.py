@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from fourfold.debugger.hangs import NO_REPORT, Cause, Hang, Stuck, Wait
 from fourfold.layout import Coordinates
-from fourfold.report.hangs import NO_CAUSE, NO_REPORT, Cause, Hang, Stuck, Wait, hang_text
+from fourfold.report.hangs import NO_CAUSE, hang_text
 from fourfold.report.runs import format_age, print_runs, runs_text
 from fourfold.trainer.runs import RunSummary
 

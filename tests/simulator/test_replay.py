@@ -11,10 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fourfold.layout import Action, Grid, Kind, Schedule, generate
+from fourfold.layout import Action, Doing, Grid, Kind, Schedule, generate
 from fourfold.layout.actions import COMPUTE, SENDS
 from fourfold.simulator.played import Played
-from fourfold.simulator.replay import Logs, graph_of, message_seconds, read_action_logs, with_normal_rank
+from fourfold.simulator.replay import (
+    UNKNOWN,
+    Extra,
+    Logs,
+    graph_of,
+    message_seconds,
+    read_action_logs,
+    with_normal_rank,
+)
 from fourfold.simulator.replay import replay as replay_graph
 
 LATENCY = 350_000  # ns
@@ -294,3 +302,44 @@ class TestRead:
         short.write_text("".join(short.read_text().splitlines(keepends=True)[:-1]))
         with pytest.raises(ValueError, match=r"rank 2, step 3: .* it has .* actions, the schedule"):
             replay(read_action_logs(run), self.SCHEDULE, self.GRID)
+
+
+class TestRicherLogs:
+    """Logs of today say more than those of before, and are replayed as these."""
+
+    SCHEDULE, GRID = generate(pp=2, num_micro_batches=2, kind="1f1b"), Grid(pp=2, tp=2)
+
+    def test_what_they_say(self, tmp_path: Path) -> None:
+        real = execute(self.SCHEDULE, self.GRID, by_chance(3))
+        before = read_action_logs(write(tmp_path / "before", real))
+        path = write(tmp_path / "now", real) / "actions" / "rank-00002.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        at = next(i for i, line in enumerate(lines) if line["action"] == "1F0")
+        lines[at] |= {"tp": 300, "cp": 20, "fsdp": 1, "cpu": 7}
+        begun, ended = lines[0]["start"], lines[-1]["end"]
+        load = {"step": 1, "action": "LOAD", "start": begun - 90, "end": begun - 40, "wait": 0, "cpu": 5}
+        meet = {"step": 1, "action": "MEET", "start": ended + 10, "end": ended + 60, "wait": 30}
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in (load, *lines, meet)))
+        now = read_action_logs(tmp_path / "now")
+        log = now.ranks[2]
+        assert log.extra == (
+            Extra(Doing.LOAD, begun - 90, begun - 40, 0, 5), Extra(Doing.MEET, ended + 10, ended + 60, 30, UNKNOWN),
+        )  # fmt: skip
+        assert (log.tied[at], log.fsdp[at], log.cpu[at]) == (320, 1, 7)
+        assert log.tied.sum() == 320
+        assert [*log.cpu].count(UNKNOWN) == len(lines) - 1
+        assert all(not old.tied.any() and old.extra == () and (old.cpu == UNKNOWN).all() for old in before.ranks)
+        assert replay(now, self.SCHEDULE, self.GRID).step_seconds == pytest.approx(
+            replay(before, self.SCHEDULE, self.GRID).step_seconds, rel=1e-9
+        )
+
+    def test_what_cannot_be(self, tmp_path: Path) -> None:
+        run = write(tmp_path, execute(self.SCHEDULE, self.GRID, by_chance(3)))
+        path = run / "actions" / "rank-00001.jsonl"
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join([lines[0].replace("}", ', "tp": 999999999999}'), *lines[1:]]) + "\n")
+        with pytest.raises(ValueError, match=r"rank-00001\.jsonl, step 1, .*: its times are not in order"):
+            read_action_logs(run)
+        path.write_text('{"step": 1, "action": "LOAD", "start": 1, "end": 2, "wait": 0}\n')
+        with pytest.raises(ValueError, match=r"rank-00001\.jsonl: a step without an action of the schedule"):
+            read_action_logs(run)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from fourfold.layout import parse_label
-from fourfold.trainer.garbage import RANGE, Garbage
+from fourfold.layout import Doing, parse_label
+from fourfold.parallel import Recorder
+from fourfold.trainer.garbage import Garbage
 
 
 class Node:
@@ -33,7 +34,7 @@ def cycle() -> Callable[[], object]:
 
 
 def test_garbage_is_collected_in_the_steps_that_it_should() -> None:
-    with Garbage(every=3) as garbage:
+    with Garbage(3, Recorder(None)) as garbage:
         assert not gc.isenabled()
         alive = []
         for step in range(1, 7):
@@ -45,7 +46,7 @@ def test_garbage_is_collected_in_the_steps_that_it_should() -> None:
 
 
 def test_no_amount_of_objects_starts_the_collector() -> None:
-    with Garbage(every=10):
+    with Garbage(10, Recorder(None)):
         node = cycle()
         keep = [[n] for n in range(200_000)]
         assert node() is not None
@@ -54,7 +55,7 @@ def test_no_amount_of_objects_starts_the_collector() -> None:
 
 def test_what_was_built_before_is_not_looked_at_again() -> None:
     kept = Node()
-    with Garbage(every=1) as garbage:
+    with Garbage(1, Recorder(None)) as garbage:
         assert gc.get_freeze_count() > 1000
         garbage.step_ended(1)
         assert not any(x is kept for x in gc.get_objects())
@@ -63,15 +64,16 @@ def test_what_was_built_before_is_not_looked_at_again() -> None:
 
 
 def test_an_error_gives_the_collector_back() -> None:
-    with pytest.raises(ZeroDivisionError), Garbage(every=1):
+    with pytest.raises(ZeroDivisionError), Garbage(1, Recorder(None)):
         raise ZeroDivisionError
     assert gc.isenabled()
 
 
 def test_a_trace_shows_it_and_takes_it_for_no_collective() -> None:
     """T105."""
-    with Garbage(every=2) as garbage, profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with Garbage(2, recorder := Recorder(None)) as garbage, profile(activities=[ProfilerActivity.CPU]) as profiler:
         for step in range(1, 5):
             garbage.step_ended(step)
-    assert [event.name for event in profiler.events() or ()].count(RANGE) == 2
-    assert parse_label(RANGE) is None
+    assert [event.name for event in profiler.events() or ()].count(Doing.GC.range) == 2
+    assert parse_label(Doing.GC.range) is None
+    assert [entry.doing for entry in recorder.take_doings()] == [Doing.GC, Doing.GC]

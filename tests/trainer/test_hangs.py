@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fourfold.debugger.hangs import find_hang
 from fourfold.trainer import join
 from fourfold.trainer.batches import Loader
 from tests.trainer.runs import metrics, train, write_recipe
@@ -39,3 +40,6 @@ def test_a_loader_that_never_returns_ends_the_run_by_its_rank(tmp_path: Path) ->
     assert len(metrics(run)) == 2
     assert {path.name for path in (run / "hangs").iterdir()} == {"step-00000003", "step-00000003-abort"}
     assert len(list((run / "hangs" / "step-00000003").glob("rank-*.json"))) == 4
+    (cause,) = find_hang(run).causes
+    assert (cause.rank, cause.num_waiting) == (2, 3)
+    assert cause.stack[1][-1].endswith("micro_batches")

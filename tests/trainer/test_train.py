@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +124,23 @@ def test_the_action_log_is_the_plan_carried_out(folder: Path, plan: RunPlan) -> 
     files = sorted((folder / "runs" / "tiny" / "actions").iterdir())
     assert [file.name for file in files] == [f"rank-{rank:05d}.jsonl" for rank in range(4)]
     for rank, file in enumerate(files):
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        assert all(list(line) == ["step", "action", "start", "end", "wait"] for line in lines)
-        assert {line["step"] for line in lines} == {2}
+        every = [json.loads(line) for line in file.read_text().splitlines()]
+        assert all(list(line)[:5] == ["step", "action", "start", "end", "wait"] for line in every)
+        assert {line["step"] for line in every} == {2}
+        # What is no action stands around them. Nothing overlaps, and nobody waits for longer than it takes.
+        words = [line["action"] if line["action"].isalpha() else "" for line in every]
+        around = [word for word, _ in groupby(words)]
+        assert around == ["LOAD", "CHECK", "COUNT", "", "FLUSH", "SUM", "NORM", "STEP", "MEET"]  # twice MEET
+        assert words[-2:] == ["MEET", "MEET"]
+        assert all(a["end"] <= b["start"] for a, b in pairwise(every))
+        keys = ("wait", "tp", "cp", "fsdp")
+        assert all(0 <= sum(line.get(key, 0) for key in keys) <= line["end"] - line["start"] for line in every)
+        assert all(line["cpu"] > 0 for line in every)
+        lines = [line for line, word in zip(every, words, strict=True) if not word]
+        computing = [line for line in lines if re.fullmatch(r"\d[FB]\d", line["action"])]
+        assert len(computing) == 2 * 4 * 2
+        assert all(line["tp"] > 0 for line in computing)
+        assert not any("cp" in line for line in lines)
         place = plan.grid.coordinates(rank)
         actions = [Action.parse(line["action"]) for line in lines]
         assert tuple(actions) == plan.schedule.actions[place.pp]

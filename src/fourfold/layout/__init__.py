@@ -12,6 +12,7 @@ from fourfold.layout.documents import (
     pack,
     shards,
 )
+from fourfold.layout.doings import Doing
 from fourfold.layout.grid import Coordinates, Grid
 from fourfold.layout.labels import Label, parse_label
 from fourfold.layout.partition import Costs, Stage, balanced, partition
@@ -24,6 +25,7 @@ __all__ = [
     "Action",
     "Coordinates",
     "Costs",
+    "Doing",
     "Grid",
     "Kind",
     "Label",

@@ -4,6 +4,7 @@ from fourfold.parallel.gradients import TrainedWeight
 from fourfold.parallel.groups import Group, Groups, connect
 from fourfold.parallel.model import MicroBatch, ParallelModel, StepTotals
 from fourfold.parallel.pipeline import LoggedAction
+from fourfold.parallel.recorder import LoggedDoing, Recorder
 from fourfold.parallel.stage import TIED_EMBEDDING, TIED_HEAD, WeightSource
 from fourfold.parallel.torch_private import flight_recorder
 
@@ -13,8 +14,10 @@ __all__ = [
     "Group",
     "Groups",
     "LoggedAction",
+    "LoggedDoing",
     "MicroBatch",
     "ParallelModel",
+    "Recorder",
     "StepTotals",
     "TrainedWeight",
     "WeightSource",

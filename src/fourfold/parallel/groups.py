@@ -8,9 +8,10 @@ any back end, and a bf16 run loses nothing in it. A group of one rank communicat
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,23 +52,36 @@ class Group:
     def labelled(self, kind: str) -> AbstractContextManager[Any]:
         """Names the range of a profiler trace in which this rank does the action ``kind``, and records it."""
         self._recorder.action(kind)
-        return self._range(kind)
+        return self.named(kind)
 
     @contextmanager
     def collective(self, kind: str) -> Generator[None]:
         """Names and records a collective that somebody else runs, and waits for, inside of this range."""
-        with self._range(kind):
+        with self.named(kind):
             entry = self._line.start(kind)
             entry.wait_begins()
             yield
             entry.wait_ends()
 
-    def _range(self, kind: str) -> AbstractContextManager[Any]:
+    def named(self, kind: str) -> AbstractContextManager[Any]:
+        """Names a range of a profiler trace."""
         sequence, self._sequence = self._sequence, self._sequence + 1
+        return self._range(kind, sequence)
+
+    def _range(self, kind: str, sequence: int) -> AbstractContextManager[Any]:
         if not profiler_runs():
             return nullcontext()  # hundreds of ranges a step: naming them for nobody would cost a small model a tenth
         here = self._recorder.position
         return record_function(str(Label(self.dimension, kind, self.ranks[0], here.stage, here.micro_batch, sequence)))
+
+    def _waiting(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Names the range in which the collective that was started last is waited for: by the number of its start."""
+        return partial(self._range, "wait", self._sequence - 1)
+
+    @property
+    def waited(self) -> int:
+        """Nanoseconds that this rank's main thread has spent waiting in collectives of the group so far."""
+        return self._line.waited
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[n, ...] on every rank -> [size * n, ...], in the order of ranks."""
@@ -79,10 +93,10 @@ class Group:
         if self.size == 1:
             return Pending(x, None, None)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        with self._range("all_gather"):
+        with self.named("all_gather"):
             entry = self._line.start("all_gather", x)
             work = dist.all_gather_single(out, x.contiguous(), group=self.process_group, async_op=True)
-        return Pending(out, work, entry)
+        return Pending(out, work, entry, waiting=self._waiting())
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """[size * n, ...] on every rank -> the fp32 sum over ranks of this rank's [n, ...], in the dtype of ``x``."""
@@ -93,10 +107,11 @@ class Group:
         if self.size == 1:
             return Pending(x, None, None)
         out = x.new_empty(x.shape)
-        with self._range("reduce_scatter"):
+        with self.named("reduce_scatter"):
             entry = self._line.start("reduce_scatter", x)
             work = dist.all_to_all_single(out, x.contiguous(), group=self.process_group, async_op=True)
-        return Pending(out.view(self.size, -1, *x.shape[1:]), work, entry, sum_blocks=True)
+        blocks = out.view(self.size, -1, *x.shape[1:])
+        return Pending(blocks, work, entry, waiting=self._waiting(), sum_blocks=True)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The fp32 sum of ``x`` over ranks, bitwise the same on all of them, in the dtype of ``x``."""
@@ -107,7 +122,7 @@ class Group:
     def total(self, values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
         """Sums, or maxima, of a few numbers over the ranks, in fp64; in the order of the back end."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with self._range("all_reduce"):
+        with self.named("all_reduce"):
             entry = self._line.start("all_reduce", tensor)
             work = dist.all_reduce(tensor, op, group=self.process_group, async_op=True)
             assert work is not None
@@ -124,17 +139,25 @@ class Pending:
     """A collective that has been started."""
 
     def __init__(
-        self, buffer: Tensor, work: dist.Work | None, entry: Entry | None, *, sum_blocks: bool = False
+        self,
+        buffer: Tensor,
+        work: dist.Work | None,
+        entry: Entry | None,
+        *,
+        waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        sum_blocks: bool = False,
     ) -> None:
         self._buffer = buffer
         self._work = work
         self._entry = entry
+        self._waiting = waiting
         self._sum_blocks = sum_blocks
 
     def wait(self) -> Tensor:
         """The result, once the collective is done."""
         if self._work is not None and self._entry is not None:
-            self._entry.wait(self._work)
+            with self._waiting():
+                self._entry.wait(self._work)
         if self._sum_blocks:
             return _sum_in_rank_order(self._buffer).to(self._buffer.dtype)
         return self._buffer

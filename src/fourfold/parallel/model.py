@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fourfold.layout import Schedule, generate
+from fourfold.layout import Doing, Schedule, generate
 from fourfold.model import Batch
 from fourfold.parallel.batch import LocalBatch
 from fourfold.parallel.gradients import Gradients, trained_weights
@@ -75,8 +75,10 @@ class ParallelModel:
         result = self.pipeline.step(
             schedule or self.plan.schedule, self._local(micro_batches), gradient_scale=1.0 / max(valid_tokens, 1)
         )
-        self.gradients.finish()
-        return StepTotals(self._total_loss([result]) / max(valid_tokens, 1), valid_tokens, result.log)
+        with self.groups.recorder.doing(Doing.SUM):
+            self.gradients.finish()
+            loss = self._total_loss([result])
+        return StepTotals(loss / max(valid_tokens, 1), valid_tokens, result.log)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> StepTotals:
         """The loss alone, of any number of micro-batches, as long as all data-parallel groups have as many.
@@ -123,7 +125,8 @@ class ParallelModel:
     def _count_valid(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Labels in the global batch."""
         valid = sum(int((batch.labels >= 0).sum()) for batch, _ in micro_batches if batch.labels is not None)
-        return int(self.groups.dp.total([valid])[0])
+        with self.groups.recorder.doing(Doing.COUNT):
+            return int(self.groups.dp.total([valid])[0])
 
     def _total_loss(self, results: Sequence[StepResult]) -> float:
         """Summed over labels and ranks. All TP ranks of the last stage have the same losses: one of them reports."""

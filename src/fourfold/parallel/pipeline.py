@@ -31,13 +31,20 @@ Message = tuple[str, int, int]  # direction, producing stage, micro-batch: see A
 class LoggedAction(NamedTuple):
     """One line of the action log. Times are nanoseconds of the host's monotonic clock.
 
-    ``wait`` is the part of start to end spent waiting for a message of another rank.
+    Attributes:
+        wait: the part of start to end spent waiting for a message of another rank.
+        tp, cp, fsdp: the parts spent waiting in collectives of these groups.
+        cpu: processor time of the main thread.
     """
 
     action: Action
     start: int
     end: int
     wait: int
+    tp: int = 0
+    cp: int = 0
+    fsdp: int = 0
+    cpu: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,10 +130,13 @@ class _Step:
             groups.position.stage, groups.position.micro_batch = action.stage, action.micro_batch
             group = groups.fsdp if action.kind in (Kind.GATHER, Kind.REDUCE, Kind.FREE) else groups.pp
             self.waited = 0
-            start = time.monotonic_ns()
+            tp, cp, fsdp = groups.tp.waited, groups.cp.waited, groups.fsdp.waited
+            cpu, start = time.thread_time_ns(), time.monotonic_ns()
             with group.labelled(action.kind.value):
                 handlers[action.kind](action)
-            log.append(LoggedAction(action, start, time.monotonic_ns(), self.waited))
+            end = time.monotonic_ns()
+            ties = groups.tp.waited - tp, groups.cp.waited - cp, groups.fsdp.waited - fsdp
+            log.append(LoggedAction(action, start, end, self.waited, *ties, time.thread_time_ns() - cpu))
         groups.position.stage = groups.position.micro_batch = -1
         with groups.recorder.flushing():
             pipeline._outbox.flush()
@@ -185,7 +195,8 @@ class _Step:
         if message in self.receiving:
             work, buffer = self.receiving.pop(message)
             start = time.monotonic_ns()
-            work.wait()
+            with self.pipeline.groups.pp.named(f"WAIT_{message[0]}"):
+                work.wait()
             self.waited += time.monotonic_ns() - start
             return buffer
         return self.arrived.pop(message)

@@ -1,7 +1,8 @@
 """What a rank is doing with the others, kept so that a hang can be explained: its last collectives, messages, actions.
 
 The watchdog of :mod:`fourfold.trainer.watchdog` reads it from a thread of its own while the main thread is stuck, so
-nothing here waits or locks. It is filled thousands of times per step, so an entry is three readings of the clock.
+nothing here waits or locks. It is filled thousands of times per step, so an entry is three readings of the clock. From
+the same readings comes how long the main thread has waited, group by group, for the action log.
 
 On a GPU the host only starts collectives, and runs ahead of the device. There a marker is put into the device's queue
 of work before a collective and after it, and asking whether the device has passed the marker tells what the host
@@ -14,12 +15,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
+
+from fourfold.layout import Doing
+from fourfold.parallel.torch_private import profiler_runs
 
 KEPT = 16  # entries per line, and twice as many actions
 
@@ -62,17 +67,17 @@ class Entry:
     """
 
     __slots__ = (
-        "_marker", "_passed_end", "_passed_start", "ended", "in_main_thread", "kind", "micro_batch", "number", "stage",
-        "started", "tensor", "waits",
+        "_line", "_marker", "_passed_end", "_passed_start", "ended", "in_main_thread", "kind", "micro_batch", "number",
+        "stage", "started", "tensor", "waits",
     )  # fmt: skip
 
-    def __init__(
-        self, kind: str, number: int, stage: int, micro_batch: int, tensor: Tensor | None, marker: Marker | None
-    ) -> None:
+    def __init__(self, line: Line, kind: str, tensor: Tensor | None) -> None:
+        here, marker = line.position, line.marker
+        self._line = line
         self.kind = kind
-        self.number = number
-        self.stage = stage
-        self.micro_batch = micro_batch
+        self.number = line.count
+        self.stage = here.stage
+        self.micro_batch = here.micro_batch
         self.tensor = None if tensor is None else (tensor.shape, tensor.dtype)
         self.waits = self.ended = 0
         self.in_main_thread = False
@@ -97,6 +102,8 @@ class Entry:
         if self._marker is not None:
             self._passed_end = self._marker()
         self.ended = time.monotonic_ns()
+        if self.in_main_thread:
+            self._line.has_waited(self.ended - self.waits)
 
     @property
     def has_started(self) -> bool:
@@ -131,24 +138,31 @@ class Line:
         way: "send" or "receive" for messages, as this rank sees them, else "".
         count: entries so far.
         entries: the last of them.
+        waited: nanoseconds that the main thread has spent waiting in them so far.
+        position, marker: of the recorder.
     """
 
     def __init__(self, recorder: Recorder, dimension: str, ranks: Sequence[int], way: Way) -> None:
         self.dimension = dimension
         self.ranks = tuple(ranks)
         self.way = way
-        self.count = 0
+        self.count = self.waited = 0
         self.entries: deque[Entry] = deque(maxlen=KEPT)
-        self._position = recorder.position
-        self._marker = recorder.marker
+        self.position = recorder.position
+        self.marker = recorder.marker
+        self._recorder = recorder
 
     def start(self, kind: str, tensor: Tensor | None = None) -> Entry:
         """Records that this rank starts a collective or a message now."""
-        here = self._position
-        entry = Entry(kind, self.count, here.stage, here.micro_batch, tensor, self._marker)
+        entry = Entry(self, kind, tensor)
         self.count += 1
         self.entries.append(entry)
         return entry
+
+    def has_waited(self, nanoseconds: int) -> None:
+        """The main thread has."""
+        self.waited += nanoseconds
+        self._recorder.waited += nanoseconds
 
     def num_started(self) -> int:
         """How many entries host and device have come to."""
@@ -182,19 +196,39 @@ class Position:
     micro_batch: int = -1
 
 
+class LoggedDoing(NamedTuple):
+    """A line of the action log about something that is no action. Times are nanoseconds, as those of actions.
+
+    ``wait`` is the part of start to end spent waiting for other ranks, ``cpu`` the main thread's processor time.
+    """
+
+    doing: Doing
+    start: int
+    end: int
+    wait: int
+    cpu: int
+
+
 class Recorder:
     """All lines of one rank, and its last actions.
 
     Args:
         marker: of the device, None where the host itself waits for the end of a collective.
+
+    Attributes:
+        position: where in the schedule the rank is.
+        waited: nanoseconds that the main thread has spent waiting for other ranks so far.
     """
 
     def __init__(self, marker: Marker | None) -> None:
         self.position = Position()
         self.marker = marker
+        self.waited = 0
         self._lines: list[Line] = []
         self._actions: deque[tuple[str, int, int, int]] = deque(maxlen=2 * KEPT)
         self._flushing = False
+        self._doings: deque[LoggedDoing] = deque(maxlen=4 * KEPT)
+        self._busy = False
 
     def line(self, dimension: str, ranks: Sequence[int], way: Way = "") -> Line:
         """A new line."""
@@ -212,9 +246,35 @@ class Recorder:
         """While the main thread waits until another thread has sent everything."""
         self._flushing = True
         try:
-            yield
+            with self.doing(Doing.FLUSH):
+                start = time.monotonic_ns()
+                yield
+                self.waited += time.monotonic_ns() - start
         finally:
             self._flushing = False
+
+    @contextmanager
+    def doing(self, doing: Doing) -> Generator[None]:
+        """Logs something that is no action, unless it is a part of something that will be; names it in traces."""
+        if self._busy:
+            with _range(doing):
+                yield
+            return
+        self._busy = True
+        waited, cpu, start = self.waited, time.thread_time_ns(), time.monotonic_ns()
+        try:
+            with _range(doing):
+                yield
+        finally:
+            self._busy = False
+        end = time.monotonic_ns()
+        self._doings.append(LoggedDoing(doing, start, end, self.waited - waited, time.thread_time_ns() - cpu))
+
+    def take_doings(self) -> list[LoggedDoing]:
+        """What was logged since this was called last; the newest, if that was long ago."""
+        taken = [*self._doings]
+        self._doings.clear()
+        return taken
 
     def waits(self, now: int) -> list[dict[str, Any]]:
         """What this rank waits for: nothing, one collective or message, or all messages that it must get rid of."""
@@ -238,3 +298,7 @@ class Recorder:
         ]
         lines = [line.as_json(now) for line in self._lines if line.count]
         return {"waits": self.waits(now), "lines": lines, "actions": actions}
+
+
+def _range(doing: Doing) -> AbstractContextManager[Any]:
+    return record_function(doing.range) if profiler_runs() else nullcontext()

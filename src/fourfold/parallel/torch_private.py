@@ -133,7 +133,7 @@ def flight_recorder(last: int) -> list[dict[str, Any]]:
     """The last entries of PyTorch's flight recorder: what this process has put on any back end, oldest first.
 
     PyTorch 2.13 records 2,000 calls unless TORCH_FR_BUFFER_SIZE, which is read when the first group is made, says
-    otherwise. Under gloo an entry says when a call was made, and never that it has ended.
+    otherwise. Under gloo the ``state`` of an entry is always scheduled; ``retired`` says that it has ended, or failed.
     """
     entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
     return entries[-last:]

@@ -12,7 +12,7 @@ from fourfold.planner.arithmetic import (
     rank_bytes,
 )
 from fourfold.planner.consequences import Consequences, LaterPhase, RankConsequences, consequences
-from fourfold.planner.flops import ModelFlops, causal_pairs, model_flops
+from fourfold.planner.flops import ModelFlops, causal_pairs, model_flops, stage_flops
 from fourfold.planner.machines.hardware import GPUS, Gpu, find_gpu
 
 __all__ = [
@@ -35,4 +35,5 @@ __all__ = [
     "moments_per_parameter",
     "on_tensor_rank",
     "rank_bytes",
+    "stage_flops",
 ]

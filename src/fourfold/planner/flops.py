@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fourfold.layout import Stage
 from fourfold.planner.jobs import Column, Jobs, layer_parameters, model_parameters
 from fourfold.recipe import ModelConfig, is_frozen, parameter_shapes
 
@@ -56,6 +57,21 @@ def model_flops(config: ModelConfig, freeze: Sequence[str] = ()) -> ModelFlops:
 
     A frozen parameter has no gradient of its own, and what lies before the first trained layer has no backward at all.
     """
+    return _flops_of({-1, *range(config.num_layers + 1)}, config, freeze)
+
+
+def stage_flops(config: ModelConfig, stages: Sequence[Stage], freeze: Sequence[str] = ()) -> tuple[ModelFlops, ...]:
+    """What each virtual stage takes of :func:`model_flops`: they sum to it."""
+    ends = [{-1} if stage.embedding else set() for stage in stages]
+    heads = [{config.num_layers} if stage.head else set() for stage in stages]
+    return tuple(
+        _flops_of(end | {*stage.layers} | head, config, freeze)
+        for end, stage, head in zip(ends, stages, heads, strict=True)
+    )
+
+
+def _flops_of(depths: Set[int], config: ModelConfig, freeze: Sequence[str]) -> ModelFlops:
+    """What the parameters at these depths take, as :func:`_depth` counts them."""
     sizes = _sizes(config)
 
     def is_trained(name: str) -> bool:
@@ -69,10 +85,11 @@ def model_flops(config: ModelConfig, freeze: Sequence[str] = ()) -> ModelFlops:
 
     multiplied = {name: size for name, size in sizes.items() if name != _EMBEDDING}
     multiplied[_HEAD] = sizes[_EMBEDDING]  # also in a tied model, where it is the same numbers
-    attention_passes = sum(3 if layer >= first_trained else 1 for layer in range(config.num_layers))
+    layers = depths & {*range(config.num_layers)}
+    attention_passes = sum(3 if layer >= first_trained else 1 for layer in layers)
     return ModelFlops(
-        per_token_6p=sum(flops(name, size) for name, size in sizes.items()),
-        per_token=sum(flops(name, size) for name, size in multiplied.items()),
+        per_token_6p=sum(flops(name, size) for name, size in sizes.items() if _depth(name, config) in depths),
+        per_token=sum(flops(name, size) for name, size in multiplied.items() if _depth(name, config) in depths),
         per_pair=4 * config.num_heads * config.head_dim * attention_passes,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -12,6 +13,7 @@ from fourfold.recipe.load import from_table, to_table
 from fourfold.recipe.model import PRESETS, ModelConfig, RopeScaling, config_from_hf, preset
 from fourfold.recipe.parameters import is_frozen, stage_shapes
 from fourfold.recipe.places import local_folder, read_file
+from fourfold.recipe.ranges import parse_range, parse_ranks
 from fourfold.recipe.rules import broken_freeze, broken_rules
 from fourfold.recipe.schema import Model, Recipe, RopeScalingTable
 
@@ -49,6 +51,18 @@ class RunPlan:
     grid: Grid
     stages: tuple[Stage, ...]  # all virtual stages, by global index
     phases: tuple[Phase, ...]  # by after_tokens
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps that the profiler records, by number; empty: none."""
+        text = self.recipe.profile.steps
+        return parse_range(text) if text else range(0)
+
+    @property
+    def profiled_ranks(self) -> Collection[int]:
+        """The global ranks on which it does."""
+        text = self.recipe.profile.ranks
+        return parse_ranks(text, self.grid.size) if text else range(self.grid.size)
 
     def phase_at(self, tokens: int) -> Phase:
         """The phase of a step before which `tokens` tokens have been trained on."""

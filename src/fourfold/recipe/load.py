@@ -202,9 +202,9 @@ def _unknown(full: str, similar: str | None, *, known: Iterable[str]) -> Problem
 
 
 def _home_of(key: str) -> str | None:
-    """Where a key lives that was written in the wrong section; None if it is nowhere, or in several places."""
+    """Where a key lives that was written in the wrong section, be it in several places; None if it is nowhere."""
     homes = [f"{name}.{key}" for name, section in _types(Recipe).items() if key in _types(section)]
-    return homes[0] if len(homes) == 1 else None
+    return " or ".join(homes) or None
 
 
 @cache

@@ -160,6 +160,11 @@ RULES: list[tuple[tuple[str, ...], Callable[[Values], Iterator[Problem]]]] = [
     (("optimizer.clip_norm_type",), run_rules.clip_norm_type),
     (("layout.tp", "layout.cp", "layout.pp", "layout.dp", "cluster.gpus_per_node"), whole_nodes),
     (("output.name", "output.dir"), run_rules.run_folder),
+    (("profile.steps", "train.steps"), run_rules.profiled_steps),
+    (
+        ("profile.steps", "profile.ranks", "layout.tp", "layout.cp", "layout.pp", "layout.dp"),
+        run_rules.profiled_ranks,
+    ),
 ]
 
 

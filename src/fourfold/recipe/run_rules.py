@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from fourfold.recipe.bounds import COUNT, NOT_NEGATIVE, POSITIVE, Values
 from fourfold.recipe.errors import Problem, nearest_integers, nearest_name
+from fourfold.recipe.ranges import parse_range, parse_ranks
 
 
 def sequences(values: Values) -> Iterator[Problem]:
@@ -180,3 +181,42 @@ def run_folder(values: Values) -> Iterator[Problem]:
         )
     if not values["output.dir"]:
         yield Problem("output.dir", "", "must not be empty", ("runs",))
+
+
+MOST_PROFILED = 256  # ranks that are recorded unless the recipe lists more
+
+
+def profiled_steps(values: Values) -> Iterator[Problem]:
+    """Steps that the run makes, one after the other: a file holds one stretch."""
+    text, last = values["profile.steps"], values["train.steps"]
+    if not text:
+        return
+    try:
+        steps = parse_range(text)
+    except ValueError:
+        first, _, end = text.partition("-")
+        turned = (f"{end}-{first}",) if first.isdecimal() and end.isdecimal() else ()
+        yield Problem("profile.steps", text, "must be a step or a range of steps, as in 3-5, or empty for none", turned)
+        return
+    if steps[0] < 1 or steps[-1] > last:
+        legal = range(min(max(steps[0], 1), last), min(max(steps[-1], 1), last) + 1)
+        near = f"{legal[0]}-{legal[-1]}" if len(legal) > 1 else f"{legal[0]}"
+        yield Problem("profile.steps", text, f"must be steps from 1 to train.steps = {last}", (near,))
+
+
+def profiled_ranks(values: Values) -> Iterator[Problem]:
+    """Ranks that there are, and no flood of files by oversight."""
+    text, size = values["profile.ranks"], math.prod(values[f"layout.{d}"] for d in ("tp", "cp", "pp", "dp"))
+    if not text:
+        if values["profile.steps"] and size > MOST_PROFILED:
+            rule = f"must be given where there are more than {MOST_PROFILED} ranks; tp x cp x pp x dp = {size}"
+            yield Problem("profile.ranks", text, rule, (f"0-{MOST_PROFILED - 1}",))
+        return
+    if not values["profile.steps"]:
+        yield Problem("profile.ranks", text, "means nothing without profile.steps", ("",))
+        return
+    try:
+        parse_ranks(text, size)
+    except ValueError as error:
+        rule = f"must be ranks below tp x cp x pp x dp = {size}, or ranges of them, as in 0-7,16: {error}"
+        yield Problem("profile.ranks", text, rule, (f"0-{size - 1}",))

@@ -279,6 +279,15 @@ class Output(Section, frozen=True, kw_only=True):
     """Project of Trackio to which metrics go as well."""
 
 
+class Profile(Section, frozen=True, kw_only=True):
+    """[profile]: which steps PyTorch's profiler records, and on which ranks."""
+
+    steps: str = ""
+    """A step, or a range of them: "3-5"; empty: none. Recorded steps take longer."""
+    ranks: str = ""
+    """Ranks and ranges of them: "0-7,16"; empty: all."""
+
+
 class Recipe(Section, frozen=True, kw_only=True):
     """A whole run, as loaded from TOML."""
 
@@ -293,3 +302,4 @@ class Recipe(Section, frozen=True, kw_only=True):
     timeouts: Timeouts = Timeouts()
     cluster: Cluster = Cluster()
     output: Output = Output()
+    profile: Profile = Profile()

@@ -12,8 +12,10 @@ import numpy as np
 
 from fourfold.layout import Grid
 
-KINDS = ("F", "B", "I", "W", "SEND_F", "SEND_B", "GATHER", "REDUCE", "STEP")
-"""What boxes stand for, as `layout.Kind` names it. STEP: what follows the pipeline, such as the optimizer."""
+KINDS = ("F", "B", "I", "W", "SEND_F", "SEND_B", "GATHER", "REDUCE", "STEP", "WORK", "TP", "CP", "PP", "DP")
+"""What boxes stand for, as `layout.Kind` names it. STEP: what follows the pipeline, such as the optimizer. WORK:
+computing of which nobody knows more. TP, CP, PP and DP: communication of that dimension; DP is FSDP's, too, and that of
+all ranks."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Timeline:
     pp: int
     boxes: Boxes
     lanes: Boxes | None = None
-    """Messages and FSDP collectives, which run beside the computations of their row."""
+    """Messages and collectives, which run beside the computations of their row."""
     causes: tuple[str, ...] = ()
     """Sentences that say what a box waited for."""
     span: float = 0.0

@@ -18,6 +18,11 @@ KIND_NAMES = {
     "GATHER": "gathers weights",
     "REDUCE": "reduces gradients",
     "STEP": "optimizer and fixed cost",
+    "WORK": "other computing",
+    "TP": "TP collective",
+    "CP": "CP collective",
+    "PP": "message",
+    "DP": "FSDP's or all ranks' collective",
 }
 """What `drawing.KINDS` are, as a legend says it."""
 
@@ -61,7 +66,18 @@ _SHADES_ON_DARK = {
     "I": ("#c4eee9", "#4dbbb1", "#1b8581"),
     "W": ("#f0eba8", "#c0bc4b", "#8f8827"),
 }
-_MUTED = {"SEND_F": "#9db7d3", "SEND_B": "#a9c7a0", "GATHER": "#b9a9cc", "REDUCE": "#d9b08c", "STEP": "#a8adb3"}
+_MUTED = {
+    "SEND_F": "#9db7d3",
+    "SEND_B": "#a9c7a0",
+    "GATHER": "#b9a9cc",
+    "REDUCE": "#d9b08c",
+    "STEP": "#a8adb3",
+    "WORK": "#7596bd",
+    "TP": "#5fbf9f",
+    "CP": "#dda3c4",
+    "PP": "#e5935a",
+    "DP": "#e8c15c",
+}
 
 
 def colour(kind: str, chunk: int = 0, num_chunks: int = 1, *, dark: bool = False) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fourfold.recipe import ranges
 from fourfold.recipe.write import write_whole
 from fourfold.report.trace_events import Processes, RankTrace
 from fourfold.report.trace_groups import Groups, Sizes
@@ -153,18 +154,10 @@ def check_traces(
 
 def parse_ranks(text: str, size: int) -> tuple[int, ...]:
     """Ranks as a person lists them: 0-7,16. ValueError, naming the text and the rule."""
-    out: dict[int, None] = {}
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or not (last.isdecimal() if dash else not last):
-            raise ValueError(f"--trace-ranks {text}: must be ranks and ranges of them, as in 0-7,16")
-        low, high = int(first), int(last if dash else first)
-        if low > high:
-            raise ValueError(f"--trace-ranks {text}: {part.strip()} runs backwards; {high}-{low} is meant")
-        if high >= size:
-            raise ValueError(f"--trace-ranks {text}: there are ranks 0 to {size - 1}")
-        out |= dict.fromkeys(range(low, high + 1))
-    return tuple(sorted(out))
+    try:
+        return ranges.parse_ranks(text, size)
+    except ValueError as error:
+        raise ValueError(f"--trace-ranks {text}: must be ranks and ranges of them, as in 0-7,16: {error}") from None
 
 
 def _chosen(size: int, ranks: Sequence[int] | None, *, merged: bool) -> list[int]:
@@ -342,11 +335,21 @@ class _Writer:
             "schemaVersion": 1,
             "deviceProperties": [],
             "distributedInfo": info,
+            "fourfold": self._of_job(rank),
             "displayTimeUnit": "ms",
             "baseTimeNanoseconds": _EPOCH,
             "traceName": self.paths[rank].name,
         }
         return json.dumps(values)[:-1] + ', "traceEvents": [\n'
+
+    def _of_job(self, rank: int) -> dict[str, object]:
+        """What no profiler knows: the layout, and how much of the work each pipeline rank should have."""
+        scenario = self.scenario
+        told: dict[str, object] = {
+            "grid": dataclasses.asdict(scenario.grid),
+            "shares": [round(share, 6) for share in scenario.work.shares(scenario.grid.pp)],
+        }
+        return told if self.merged else {**told, "host": f"node-{rank // self.gpus_per_node}"}
 
 
 def _partial(path: Path) -> Path:

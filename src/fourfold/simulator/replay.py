@@ -5,7 +5,8 @@ how long everything between two computations. When anything began is not: that t
 for whom. So the replayed time of a step is a prediction that the measured one can be held against, and what the step
 would have taken with other durations is one more replay.
 
-What a log does not show stays as measured: the ranks of a TP or CP group wait for each other inside their computations.
+The ranks of a TP or CP group wait for each other inside their computations. Those waits stay as measured here. How long
+they were, and what a rank did besides its actions, newer logs tell, and `RankLog` hands it on.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.layout import Action, Grid, Kind, Schedule
+from fourfold.layout import Action, Doing, Grid, Kind, Schedule
 from fourfold.layout.actions import COMPUTE, SENDS
 from fourfold.simulator.costs import Lanes, Spent
 from fourfold.simulator.engine import play
@@ -32,7 +34,9 @@ from fourfold.simulator.played import Played
 Nanoseconds = NDArray[np.int64]
 
 _FILE = re.compile(r"rank-(\d+)\.jsonl")
+_DOINGS = frozenset(Doing)
 _NODES = COMPUTE | {Kind.GATHER, Kind.REDUCE}
+UNKNOWN = -1
 WAITED = 200_000  # ns: a receive that has waited for less may have found its message there
 
 
@@ -44,6 +48,21 @@ class _Line(msgspec.Struct, frozen=True, gc=False):
     start: int
     end: int
     wait: int
+    tp: int = 0
+    cp: int = 0
+    fsdp: int = 0
+    cpu: int = UNKNOWN
+
+
+class Extra(NamedTuple):
+    """Something that is no action. Nanoseconds of the host's monotonic clock, and of waiting for other ranks."""
+
+    doing: Doing
+    start: int
+    end: int
+    wait: int
+    cpu: int
+    """Of the main thread; UNKNOWN."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +74,14 @@ class RankLog:
     end: Nanoseconds = field(repr=False)
     wait: Nanoseconds = field(repr=False)
     """The part of start to end spent waiting for a message."""
+    tied: Nanoseconds = field(repr=False)
+    """The part spent in collectives of TP and CP groups; 0 in logs of before they said so."""
+    fsdp: Nanoseconds = field(repr=False)
+    """The same of FSDP's."""
+    cpu: Nanoseconds = field(repr=False)
+    """Processor time of the main thread; UNKNOWN in logs of before they said so."""
+    extra: tuple[Extra, ...] = field(default=(), repr=False)
+    """What else the rank did, by start."""
 
     @cached_property
     def own(self) -> Nanoseconds:
@@ -173,15 +200,22 @@ def _lines(path: Path) -> tuple[list[_Line], bool]:
 
 
 def _rank_log(path: Path, lines: Sequence[_Line]) -> RankLog:
+    extra = tuple(
+        Extra(Doing(line.action), line.start, line.end, line.wait, line.cpu) for line in lines if line.action in _DOINGS
+    )
+    lines = [line for line in lines if line.action not in _DOINGS]
     try:
         actions = tuple(Action.parse(line.action) for line in lines)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    columns = zip(*((line.start, line.end, line.wait) for line in lines), strict=True)
-    start, end, wait = (np.array(column, dtype=np.int64) for column in columns)
-    log = RankLog(actions, start, end, wait)
-    if np.any(log.own < 0) or np.any(log.gap < 0):
-        worst = int(np.argmax((log.own < 0) | (log.gap < 0)))
+    if not lines:
+        raise ValueError(f"{path}: a step without an action of the schedule")
+    rows = [(line.start, line.end, line.wait, line.tp + line.cp, line.fsdp, line.cpu) for line in lines]
+    start, end, wait, tied, fsdp, cpu = np.array(rows, dtype=np.int64).reshape(-1, 6).T
+    log = RankLog(actions, start, end, wait, tied, fsdp, cpu, extra)
+    wrong = (log.own < tied + fsdp) | (log.gap < 0)
+    if np.any(wrong):
+        worst = int(np.argmax(wrong))
         raise ValueError(f"{path}, step {lines[0].step}, {actions[worst]}: its times are not in order")
     return log
 

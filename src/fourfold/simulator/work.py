@@ -63,6 +63,14 @@ class Work:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
+    def shares(self, pp: int) -> tuple[float, ...]:
+        """Share of all computing that each pipeline rank has. They sum to 1."""
+        seconds = [0.0] * pp
+        for kind, layer in self.layer.items():
+            for stage, (number, ends) in enumerate(zip(self.layers, self.ends[kind], strict=True)):
+                seconds[stage % pp] += number * (layer.compute + layer.attention) + ends
+        return tuple(one / sum(seconds) for one in seconds)
+
     def behind(self, factor: float, kind: Kind) -> Layer:
         """A layer whose collectives go over a link that is so many times as slow."""
         if factor in self.slow:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import gc
 from types import TracebackType
 
-from torch.profiler import record_function
-
-RANGE = "ff:gc"  # in profiler traces
+from fourfold.layout import Doing
+from fourfold.parallel import Recorder
 
 
 class Garbage:
@@ -19,10 +18,12 @@ class Garbage:
 
     Args:
         every: steps from one collection to the next.
+        recorder: of the rank, which logs collections.
     """
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, recorder: Recorder) -> None:
         self._every = every
+        self._recorder = recorder
 
     def __enter__(self) -> Garbage:
         gc.collect()
@@ -39,5 +40,5 @@ class Garbage:
     def step_ended(self, step: int) -> None:
         """Collects if it is time to, after ``step``, counted from 1."""
         if step % self._every == 0:
-            with record_function(RANGE):
+            with self._recorder.doing(Doing.GC):
                 gc.collect()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from fourfold.data.stream import Position
+from fourfold.layout import Doing
 from fourfold.parallel import Groups, MicroBatch, ParallelModel, StepTotals, WeightSource
 from fourfold.recipe import Phase
 from fourfold.trainer import sanity
@@ -22,6 +23,7 @@ from fourfold.trainer.metrics import Reporter, StepMetrics, ValidationMetrics, c
 from fourfold.trainer.nonfinite import NonFiniteError, NonFinitePolicy, find_non_finite
 from fourfold.trainer.optimizer import learning_rate, make_optimizer
 from fourfold.trainer.prepare import Prepared
+from fourfold.trainer.profiling import Profiling
 from fourfold.trainer.sinks import open_sinks
 from fourfold.trainer.watchdog import Watchdog
 
@@ -56,16 +58,15 @@ def train(run: Prepared, *, groups: Groups, weights: WeightSource, device: torch
     with ExitStack() as open_things:
         reporter = open_things.enter_context(_reporter(run, groups, began_at.step))
         watchdog = open_things.enter_context(Watchdog(run.folder, groups, recipe.timeouts))
-        garbage = open_things.enter_context(Garbage(recipe.train.gc_every))
+        garbage = open_things.enter_context(Garbage(recipe.train.gc_every, groups.recorder))
+        profiling = open_things.enter_context(Profiling(run.plan, run.folder, groups, device, after_step=began_at.step))
         trainer.meter.begin()
         while trainer.state.step < recipe.train.steps and not stopped_by:
             number = trainer.state.step + 1
+            profiling.step_begins(number)
             watchdog.step_begins(number)
             metrics, totals = trainer.step()
             reporter.report(metrics)
-            every = recipe.output.action_log_every
-            if every and number % every == 0:
-                write_action_log(run.folder, groups.rank, number, totals.log)
             watchdog.step_ended()
             for result in trainer.validate():
                 reporter.report_validation(result)
@@ -75,7 +76,12 @@ def train(run: Prepared, *, groups: Groups, weights: WeightSource, device: torch
             with trainer.meter.part("garbage"):
                 garbage.step_ended(number)
             # All ranks stop after the same step, or none: whoever stopped alone would leave the others waiting.
-            stopped_by = int(trainer.model.world_max([float(stop_request.signal)])[0])
+            with groups.recorder.doing(Doing.MEET):
+                stopped_by = int(trainer.model.world_max([float(stop_request.signal)])[0])
+            profiling.step_ended(number)
+            doings, every = groups.recorder.take_doings(), recipe.output.action_log_every
+            if every and number % every == 0:
+                write_action_log(run.folder, groups.rank, number, (*totals.log, *doings))
         seconds = time.monotonic() - started
         reporter.sync()
         trainer.save_last()
@@ -128,16 +134,19 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-        with self.meter.part("data"):
+        doing = self.groups.recorder.doing
+        with self.meter.part("data"), doing(Doing.LOAD):
             micro_batches = self._loader.micro_batches(position, phase)
         if watched:
-            sanity.check_inputs(model, micro_batches)
+            with doing(Doing.CHECK):
+                sanity.check_inputs(model, micro_batches)
         with self.meter.part("forward_backward"):
             totals = model.forward_backward(micro_batches, schedule=phase.schedule)
-            norm = model.gradients.norm(settings.clip_norm_type)
+            with doing(Doing.NORM):
+                norm = model.gradients.norm(settings.clip_norm_type)
         accepted = self._policy.accepts(totals.loss, norm)
         if accepted:
-            with self.meter.part("optimizer"):
+            with self.meter.part("optimizer"), doing(Doing.STEP):
                 self._update(norm, lr, watched=watched)
         else:
             self._refuse(micro_batches, phase, totals.loss, norm)
@@ -206,14 +215,15 @@ class Trainer:
                 plan=self.plan,
                 dp_rank=self.groups.coordinates.dp,
             )
-            totals = self.model.evaluate(batches)
+            with self.groups.recorder.doing(Doing.VALIDATE):
+                totals = self.model.evaluate(batches)
             seconds = time.monotonic() - started
             results.append(ValidationMetrics(step, settings.name, totals.loss, totals.valid_tokens, seconds))
         return results
 
     def save(self) -> None:
         """Begins to save where training stands. A save that fails is tried again with the next."""
-        with self.meter.part("checkpoint"):
+        with self.meter.part("checkpoint"), self.groups.recorder.doing(Doing.SAVE):
             self._saver.wait()
             if (failure := self._saver.failure()) is not None:
                 print(f"rank {self.groups.rank}: {failure}", flush=True)

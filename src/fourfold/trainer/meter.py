@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from fourfold.layout import Doing
 from fourfold.parallel import Groups, LoggedAction, MicroBatch, StepTotals
 from fourfold.planner import Gpu, causal_pairs, find_gpu, model_flops
 from fourfold.recipe import RunPlan
@@ -118,10 +119,11 @@ class Meter:
         if place.tp == place.cp == place.pp == 0:  # a data-parallel group counts its tokens once
             pairs = causal_pairs(chain.from_iterable(chain.from_iterable(rows for _, rows in micro_batches)))
         # Two collectives of a few numbers: on gloo they take less time than one that gathers what every rank saw.
-        longest, latest, most_idle, memory = world.total(
-            [seconds, finished, waited - finished, float(peak_memory(self._device))], dist.ReduceOp.MAX
-        )
-        *parts, idle, all_pairs = world.total([*self._seconds.values(), waited - finished, float(pairs)])
+        with self._groups.recorder.doing(Doing.MEET):
+            longest, latest, most_idle, memory = world.total(
+                [seconds, finished, waited - finished, float(peak_memory(self._device))], dist.ReduceOp.MAX
+            )
+            *parts, idle, all_pairs = world.total([*self._seconds.values(), waited - finished, float(pairs)])
         on_host = self._device.type == "cpu"  # on a GPU the host only launches, and does not wait for messages itself
         return _Job(
             seconds=longest,

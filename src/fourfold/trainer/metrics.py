@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fourfold.parallel import LoggedAction
+from fourfold.parallel import LoggedAction, LoggedDoing
 from fourfold.trainer.sinks import Guarded, JsonLines, cut_after
 
 SILENCE = 60.0  # seconds
@@ -184,20 +185,17 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def write_action_log(folder: Path, rank: int, step: int, log: Sequence[LoggedAction]) -> None:
+def write_action_log(folder: Path, rank: int, step: int, log: Iterable[LoggedAction | LoggedDoing]) -> None:
     """Appends one step of one rank to ``actions/rank-NNNNN.jsonl``; the form is that of docs/formats.md."""
     path = _action_log(folder, rank)
     path.parent.mkdir(exist_ok=True)
+    lines = []
+    for entry in sorted(log, key=attrgetter("start")):
+        what, start, end, wait, *_ = entry
+        more = {name: value for name in ("tp", "cp", "fsdp", "cpu") if (value := getattr(entry, name, 0))}
+        lines.append(json.dumps({"step": step, "action": str(what), "start": start, "end": end, "wait": wait, **more}))
     with path.open("a", encoding="utf-8") as file:
-        for entry in log:
-            line = {
-                "step": step,
-                "action": str(entry.action),
-                "start": entry.start,
-                "end": entry.end,
-                "wait": entry.wait,
-            }
-            file.write(json.dumps(line) + "\n")
+        file.write("".join(f"{line}\n" for line in lines))
 
 
 def cut_action_log(folder: Path, rank: int, num_ranks: int, step: int) -> None:

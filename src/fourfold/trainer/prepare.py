@@ -251,10 +251,13 @@ def _say(prepared: Prepared, weights_from: str, news: list[str]) -> None:
     entries = f", {data.vocab_size:,} entries" if data.vocab_size is not None else ""
     entropy = data.unigram_entropy
     known = f"; unigram entropy {entropy:.3f} nats per token" if entropy is not None else ""
+    steps, ranks = prepared.plan.profiled_steps, prepared.plan.profiled_ranks
+    recorded = [f"Profiler: {len(steps)} steps from {steps[0]} on, on {len(ranks)} ranks, to profile/"] if steps else []
     lines = chain(
         [f"\nData: {documents:,} documents, {tokens:,} tokens{entries}{known}"],
         data.notes,
         news,
+        recorded,
         [f"Weights: {'of the checkpoint' if prepared.resumes else weights_from}", f"Run folder: {prepared.folder}\n"],
     )
     console.print("\n".join(lines))

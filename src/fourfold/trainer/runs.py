@@ -151,6 +151,16 @@ def summary_json(run: RunSummary) -> dict[str, Any]:
     return values | ({"loss": "nan"} if run.loss is not None and math.isnan(run.loss) else {})
 
 
+def move_aside(folder: Path) -> None:
+    """Makes room for what this start of a run writes: what an earlier one has written becomes ``hangs-1`` ..."""
+    if not folder.exists():
+        return
+    number = 1
+    while folder.with_name(f"{folder.name}-{number}").exists():
+        number += 1
+    folder.rename(folder.with_name(f"{folder.name}-{number}"))
+
+
 def _is_run(folder: Path) -> bool:
     return folder.is_dir() and any((folder / name).exists() for name in (_FILE, "recipe.toml", "metrics.jsonl"))
 

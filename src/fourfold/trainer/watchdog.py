@@ -19,10 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from fourfold.debugger.hangs import diagnose, read_reports, report_file
 from fourfold.parallel import Groups, flight_recorder
 from fourfold.recipe import Timeouts
-from fourfold.report.hangs import diagnose, hang_text, read_reports, report_file
+from fourfold.report.hangs import hang_text
 from fourfold.trainer.ranks import end_rank
+from fourfold.trainer.runs import move_aside
 from fourfold.trainer.stacks import stacks, where
 
 REMEMBERED = 50  # steps whose median is the measure
@@ -56,7 +58,7 @@ class Watchdog:
         self._reported: set[str] = set()  # folders that hold this rank's report
         self._spoke_of: tuple[int, str] | None = None  # the step whose hang this rank has printed, and its cause
         if groups.rank == 0:
-            _move_aside(self._folder)
+            move_aside(self._folder)
         groups.barrier()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="fourfold-watchdog")
@@ -189,16 +191,6 @@ class Watchdog:
             "stacks": stacks(),
             "flight_recorder": flight_recorder(FLIGHTS),
         }
-
-
-def _move_aside(folder: Path) -> None:
-    """Makes room for the hangs of this process: those of the one that it resumes become ``hangs-1``, ``hangs-2`` ..."""
-    if not folder.exists():
-        return
-    number = 1
-    while folder.with_name(f"{folder.name}-{number}").exists():
-        number += 1
-    folder.rename(folder.with_name(f"{folder.name}-{number}"))
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:

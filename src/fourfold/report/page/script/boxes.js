@@ -50,6 +50,12 @@ class Boxes {
     return this.microBatch[i] < 0 ? this.kindName(i) : String(this.microBatch[i]);
   }
 
+  /** Whether two boxes are parts of one action on a micro-batch. */
+  sameAction(i, j) {
+    const same = this.kind[i] === this.kind[j] && this.stage[i] === this.stage[j];
+    return same && this.microBatch[i] === this.microBatch[j] && this.microBatch[i] >= 0;
+  }
+
   /** Of a row, the letters of the longest number in a box. */
   widestLabel(row) {
     let most = 0;

@@ -1,6 +1,7 @@
 /* The pipeline timeline: a row per rank, a box per action, time from left to right. */
 
-const TRACKS = [["SEND_F"], ["SEND_B"], ["GATHER", "REDUCE"]]; // thin lines under a row, top to bottom
+// Thin lines under a row, top to bottom.
+const TRACKS = [["SEND_F"], ["SEND_B"], ["GATHER", "REDUCE"], ["TP"], ["CP"], ["PP"], ["DP"]];
 const TRACK_HEIGHT = 5;
 const ROW_GAP = 3;
 const WAIT_WIDTH = 76; // pixels: an empty stretch as wide says how long it is ...
@@ -104,16 +105,19 @@ class Timeline {
     });
   }
 
-  /** The boxes of a row that can be seen. Those with room for a number are added to `labels`. */
+  /** The boxes of a row that can be seen. Those with room for a number are added to `labels`: one of a run of boxes that
+   * are the parts of one action, with waits between them. */
   drawBoxes(boxes, row, y, height, labels, kinds = null) {
     const { surface, frame } = this;
     const { context, ratio } = surface;
     const wide = [];
+    let run = null;
     this.strip.clear(Math.ceil((frame.right - frame.left) * ratio));
     for (let i = boxes.firstAfter(row, frame.from); i < boxes.first[row + 1] && boxes.start[i] < frame.to; i++) {
       if (kinds && !kinds.includes(boxes.kindName(i))) continue;
       const left = Math.max(frame.x(boxes.start[i]), frame.left - 10);
       const right = Math.min(frame.x(boxes.end[i]), frame.right + 10);
+      if (labels) run = this.addToRun(run, labels, i, row, Math.max(left, frame.left), Math.min(right - 1, frame.right));
       if ((right - left) * ratio >= NARROW) wide.push([i, left, right]);
       else this.strip.add((left - frame.left) * ratio, (right - frame.left) * ratio, boxes.channels(i));
     }
@@ -125,8 +129,18 @@ class Timeline {
       // A line of paper between boxes, which is not the grey of an idle stretch.
       context.fillStyle = theme.colour("paper");
       context.fillRect(right - 1, y, 1, height);
-      if (labels) labels.push([i, row, Math.max(left, frame.left), Math.min(right - 1, frame.right)]);
     }
+  }
+
+  /** The last of `labels` with another box, or a new one of it: {i, row, left, right, widest}. */
+  addToRun(run, labels, i, row, left, right) {
+    if (!run || !this.boxes.sameAction(run.i, i)) {
+      labels.push({ i, row, left, right, widest: [left, right] });
+      return labels[labels.length - 1];
+    }
+    run.right = right;
+    if (right - left > run.widest[1] - run.widest[0]) run.widest = [left, right];
+    return run;
   }
 
   drawLanes(row) {
@@ -146,9 +160,11 @@ class Timeline {
     context.textAlign = "center";
     context.textBaseline = "middle";
     const digit = context.measureText("0").width;
-    for (const [i, row, left, right] of labels) {
+    for (const { i, row, widest, ...run } of labels) {
       const text = this.boxes.label(i);
-      if (Math.max(text.length, this.widest[row]) * digit + 2 > right - left) continue;
+      const room = Math.max(text.length, this.widest[row]) * digit + 2;
+      const [left, right] = widest[1] - widest[0] >= room ? widest : [run.left, run.right];
+      if (room > right - left) continue;
       context.fillStyle = this.boxes.ink(i);
       context.fillText(text, (left + right) / 2, this.y(row) + height / 2 + 1);
     }

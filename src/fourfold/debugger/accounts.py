@@ -1,0 +1,142 @@
+"""What every rank did in every step: computing, pauses of its host, transfers, and waiting for others, by dimension.
+
+A rank's own time is its computing and the pauses of its host: what it would take if nobody held it up. Of what is left
+of its step, transfers take as long for all of a group, and the rest is waiting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.debugger.idle import LAUNCH, RankSteps
+from fourfold.debugger.known import median
+from fourfold.debugger.meetings import Meetings
+from fourfold.debugger.reading.trace import Host, Work
+from fourfold.layout import Grid
+
+Seconds = NDArray[np.float64]
+DIMENSIONS = ("tp", "cp", "pp", "dp", "end", "other")
+"""For whom a rank waits: dp stands for FSDP over dp x cp, end for all ranks at the end of a step."""
+_DIMENSION_OF = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "fsdp": "dp", "world": "end"}
+HOST = (*(kind.name.lower() for kind in Host), "launch")
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """Seconds of every step and rank; NaN where a rank's trace is missing or has not got the step.
+
+    `work`, `host`, `transfer` and `wait` sum to the rank's step.
+    """
+
+    grid: Grid
+    steps: tuple[int, ...]
+    """The profiler's numbers."""
+    work: Seconds = field(repr=False)
+    """[steps, ranks, `Work`]."""
+    host: Seconds = field(repr=False)
+    """[steps, ranks, `HOST`]: pauses of the host."""
+    transfer: Seconds = field(repr=False)
+    """[steps, ranks, `DIMENSIONS`]."""
+    wait: Seconds = field(repr=False)
+    """[steps, ranks, `DIMENSIONS`]."""
+    attention_known: bool = True
+    """Whether attention is told from other work; else all is in GEMM."""
+    on_processor: bool = False
+    """Whether what computes is the host's processor, which others may have, too."""
+
+    @property
+    def own(self) -> Seconds:
+        """[steps, ranks]: computing, and pauses of the host."""
+        return self.work.sum(axis=2) + self.host.sum(axis=2)
+
+    @property
+    def step_seconds(self) -> Seconds:
+        """[steps]: of the median rank. All take the same, but for where they cut."""
+        whole = self.own + self.transfer.sum(axis=2) + self.wait.sum(axis=2)
+        return median(whole, axis=1)
+
+    @property
+    def present(self) -> NDArray[np.bool_]:
+        """[ranks]: which have a trace."""
+        return np.logical_not(np.isnan(self.own).all(axis=0))
+
+    def shaped(self, column: Seconds) -> Seconds:
+        """[..., ranks] -> [..., dp, pp, cp, tp]."""
+        grid = self.grid
+        return column.reshape(*column.shape[:-1], grid.dp, grid.pp, grid.cp, grid.tp)
+
+
+def sharing_processors(accounts: Accounts) -> Accounts:
+    """Of ranks that compute on processors: time in which these did other things belongs to the computing it lengthens.
+
+    Where more ranks than processors run, all are interrupted, in proportion to what they compute. What a rank is
+    interrupted beyond that is its own.
+    """
+    launch = HOST.index("launch")
+    work, host = accounts.work.copy(), accounts.host.copy()
+    busy = work.sum(axis=2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        usual = median(np.where(busy > 0, host[:, :, launch] / busy, np.nan), axis=1, keepdims=True)
+    lengthened = np.minimum(host[:, :, launch], np.nan_to_num(usual) * busy)
+    host[:, :, launch] -= lengthened
+    with np.errstate(divide="ignore", invalid="ignore"):
+        work *= np.where(busy > 0, 1 + lengthened / busy, 1.0)[:, :, None]
+    return dataclasses.replace(accounts, work=work, host=host, on_processor=True)
+
+
+def common_steps(ranks: Sequence[RankSteps], chosen: tuple[int, int] | None) -> tuple[int, ...]:
+    """The steps that most ranks have: all of them if there are such, else those of at least half of the ranks.
+
+    ValueError: none is left of those that were chosen.
+    """
+    counts: dict[int, int] = {}
+    for steps in ranks:
+        for number in steps.trace.steps.number.tolist():
+            counts[number] = counts.get(number, 0) + 1
+    wanted = {n: count for n, count in counts.items() if chosen is None or chosen[0] <= n <= chosen[1]}
+    if not wanted:
+        there = f"{min(counts)} to {max(counts)}" if counts else "none"
+        asked = "" if chosen is None else f"--steps {chosen[0]}-{chosen[1]}: "
+        raise ValueError(f"{asked}no such step in the traces; they have {there}")
+    most = max(wanted.values())
+    return tuple(sorted(n for n, count in wanted.items() if count == most))
+
+
+def account(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid, steps: tuple[int, ...]) -> Accounts:
+    """Adds up what each rank did."""
+    shape = (len(steps), grid.size)
+    work, host = np.full((*shape, len(Work)), np.nan), np.full((*shape, len(HOST)), np.nan)
+    transfer, wait = np.full((*shape, len(DIMENSIONS)), np.nan), np.full((*shape, len(DIMENSIONS)), np.nan)
+    dimension = np.array([DIMENSIONS.index(_DIMENSION_OF.get(key[0], "other")) for key in meetings.keys] + [5])
+    for index, one in enumerate(ranks):
+        rank = one.trace.rank
+        at = {number: i for i, number in enumerate(one.trace.steps.number.tolist())}
+        place = np.full(len(one.trace.steps.number), -1)
+        for j, number in enumerate(steps):
+            if number in at:
+                place[at[number]] = j
+                work[j, rank] = one.busy[at[number]] / 1e9
+                host[j, rank] = transfer[j, rank] = wait[j, rank] = 0.0
+        rows = meetings.of_rank(index)
+        moved = np.zeros(len(one.trace.calls.start), dtype=np.int64)
+        dims = np.full(len(moved), DIMENSIONS.index("other"))
+        moved[meetings.call[rows]], dims[meetings.call[rows]] = meetings.transfer[rows], dimension[meetings.key[rows]]
+        pieces = one.in_calls
+        kept = place[pieces.step] >= 0
+        j, call = place[pieces.step][kept], pieces.what[kept]
+        begun, ended = pieces.start[kept], pieces.end[kept]
+        # The transfer is what comes last in a call.
+        turned = np.clip(one.trace.calls.end[call] - moved[call], begun, ended)
+        np.add.at(wait, (j, rank, dims[call]), (turned - begun) / 1e9)
+        np.add.at(transfer, (j, rank, dims[call]), (ended - turned) / 1e9)
+        late = one.by_host
+        kept = place[late.step] >= 0
+        kind = np.where(late.what[kept] == LAUNCH, len(HOST) - 1, late.what[kept])
+        np.add.at(host, (place[late.step][kept], rank, kind), (late.end[kept] - late.start[kept]) / 1e9)
+    accounts = Accounts(grid, steps, work, host, transfer, wait)
+    return sharing_processors(accounts) if ranks[0].trace.device == "cpu" else accounts

@@ -1,0 +1,104 @@
+"""One question, whatever is at a path: a hang, a table of operations, action logs, or profiler traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fourfold.debugger.diagnosis import Diagnosis, Progress, diagnose_traces, some
+from fourfold.debugger.hangs import Hang, find_hang, is_hang_source
+from fourfold.debugger.logs import accounts_of_logs, is_logs, replay_of_logs
+from fourfold.debugger.places import Layout, layout_of_run, parse_layout
+from fourfold.debugger.reading import find, read_all, write_merged
+from fourfold.debugger.reading.trace import RankTrace
+from fourfold.debugger.tables import TableVerdict, analyse, is_table, read_table
+from fourfold.debugger.tables import judge as judge_table
+from fourfold.debugger.verdict import judge
+from fourfold.layout import Grid
+from fourfold.simulator.replay import read_action_logs
+
+Answer = Diagnosis | TableVerdict | Hang
+
+
+def ask(
+    path: Path,
+    *,
+    layout: str | None = None,
+    steps: tuple[int, int] | None = None,
+    workers: int | None = None,
+    keep: bool = False,
+    progress: Progress | None = None,
+) -> Answer:
+    """Finds out what is slow, or stuck.
+
+    Args:
+        path: a run's folder, a folder with traces, logs or dumps, one of them, or a table.
+        layout: as in "tp=2,cp=2,pp=2,dp=2"; None: what is known from the files.
+        steps: first and last to look at.
+        workers, keep, progress: for traces, as in `diagnose_traces`.
+
+    Raises:
+        ValueError: there is nothing to be diagnosed, or what there is does not fit together.
+    """
+    grid = None if layout is None else parse_layout(layout)
+    if not path.exists() and not any(sign in str(path) for sign in "*?["):
+        raise ValueError(f"{path}: there is no such file or folder")
+    if is_table(path):
+        if grid is not None:
+            raise ValueError("--layout: a table of operations says its layout itself; leave it out")
+        table = read_table(path)
+        chosen = None if steps is None else [step for step in table.steps if steps[0] <= step <= steps[1]]
+        return judge_table(analyse(table, steps=chosen))
+    if is_hang_source(path):
+        return find_hang(path, grid)
+    if is_logs(path) and not (path / "profile").is_dir():
+        return diagnose_logs(path, layout=grid, steps=steps)
+    return diagnose_traces(path, layout=grid, steps=steps, workers=workers, keep=keep, progress=progress)
+
+
+def diagnose_logs(folder: Path, *, layout: Grid | None = None, steps: tuple[int, int] | None = None) -> Diagnosis:
+    """Diagnoses action logs of our trainer. ValueError: they are damaged, or of another layout."""
+    grid = layout or layout_of_run(folder)
+    newest = read_action_logs(folder, num_ranks=None if grid is None else grid.size)
+    if grid is None:
+        raise ValueError(f"{folder}: the logs do not say the layout; give --layout tp=...,cp=...,pp=...,dp=...")
+    chosen = tuple(step for step in newest.steps if steps is None or steps[0] <= step <= steps[1])
+    if not chosen:
+        raise ValueError(
+            f"--steps: no whole step of the logs is among them; there are {newest.steps[0]} to {newest.steps[-1]}"
+        )
+    logs = [read_action_logs(folder, step, num_ranks=grid.size) for step in chosen]
+    accounts = accounts_of_logs(logs, grid)
+    replays = tuple(
+        replay for one in logs if one.step in some(chosen) and (replay := replay_of_logs(one, grid)) is not None
+    )
+    verdict, suspects = judge(accounts, replays=replays)
+    source = "given" if layout is not None else "run.json"
+    return Diagnosis(
+        "action logs",
+        folder,
+        Layout(grid, source),
+        tuple(range(grid.size)),
+        verdict,
+        suspects,
+        accounts,
+        chosen,
+        replays=replays,
+        device="cpu",
+        notes=newest.notes,
+    )
+
+
+def write_merged_of(found: Answer, path: Path) -> tuple[str, ...]:
+    """Writes one small trace of all ranks, with clocks aligned. Returns what was joined or left out, a sentence each.
+
+    ValueError: there are no traces. OSError: it cannot be written.
+    """
+    if not isinstance(found, Diagnosis) or found.clocks is None:
+        raise ValueError("--merged: needs profiler traces")
+    offsets = dict(zip(found.ranks, found.clocks.offset.tolist(), strict=True))
+    traces = read_all(find(found.path), reduce=_itself, failed=lambda _: None)
+    return write_merged(path, traces, offsets=offsets)
+
+
+def _itself(trace: RankTrace) -> RankTrace:
+    return trace

@@ -1,0 +1,175 @@
+"""The whole way from traces to an answer: what each rank did, and who holds up the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from fourfold.debugger.accounts import Accounts, account, common_steps
+from fourfold.debugger.clocks import Clocks, align
+from fourfold.debugger.idle import RankSteps, cut
+from fourfold.debugger.links import find_slow_links
+from fourfold.debugger.meetings import Meetings, meet
+from fourfold.debugger.places import Layout, Places, layout_of
+from fourfold.debugger.reading import find, read_all
+from fourfold.debugger.suspects import Suspects
+from fourfold.debugger.verdict import Verdict, judge
+from fourfold.debugger.whatif import Replay, replay_of_traces
+from fourfold.layout import Grid
+
+_REPLAYED = 3  # steps that are played again: their gains are averaged
+Progress = Callable[[int, int], None]
+"""Called with how many files are read, of how many."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The answer, and all that it rests on.
+
+    Attributes:
+        source: "traces", "action logs" or "table".
+        path: where it was read from.
+        layout: of the job, and where it is known from.
+        ranks: global ranks that were read.
+        verdict, suspects, accounts: the answer; whom it came from; what every rank did.
+        steps: the profiler's or the run's numbers.
+        traces: of traces, every rank cut up, for pictures.
+        meetings, clocks: of traces.
+        replays: the steps that were played again.
+        device: what computes, "gpu" or "cpu".
+        notes: what a reader should know of the files, a sentence each.
+    """
+
+    source: str
+    path: Path
+    layout: Layout
+    ranks: tuple[int, ...]
+    verdict: Verdict
+    suspects: Suspects
+    accounts: Accounts
+    steps: tuple[int, ...]
+    traces: tuple[RankSteps, ...] = field(default=(), repr=False)
+    meetings: Meetings | None = field(default=None, repr=False)
+    clocks: Clocks | None = None
+    replays: tuple[Replay, ...] = field(default=(), repr=False)
+    device: str = "gpu"
+    notes: tuple[str, ...] = ()
+
+
+def diagnose_traces(
+    path: Path,
+    *,
+    layout: Grid | None = None,
+    steps: tuple[int, int] | None = None,
+    workers: int | None = None,
+    keep: bool = False,
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Diagnoses profiler traces, one per rank.
+
+    Args:
+        path: a folder with them, a pattern, or one file.
+        layout: sizes of the four dimensions; None: what the traces tell.
+        steps: first and last to look at; None: all that all ranks have.
+        workers: processes that read; None: one per CPU.
+        keep: leave a compact copy of each trace beside it, and use it the next time.
+        progress: is called as files are read.
+
+    Raises:
+        ValueError: there are no traces, two are of one rank, they are of different runs, or the layout does not fit.
+    """
+    failed: list[str] = []
+    ranks = read_all(find(path), reduce=cut, workers=workers, keep=keep, progress=progress, failed=failed.append)
+    found = judge_ranks(ranks, path=path, layout=layout, steps=steps)
+    return dataclasses.replace(found, notes=(*found.notes, *failed))
+
+
+def judge_ranks(
+    ranks: Sequence[RankSteps], *, path: Path, layout: Grid | None = None, steps: tuple[int, int] | None = None
+) -> Diagnosis:
+    """Diagnoses ranks that were read. See `diagnose_traces`."""
+    known = layout_of([one.trace for one in ranks], layout)
+    grid = known.grid
+    chosen = common_steps(ranks, steps)
+    meetings = meet(ranks, Places(grid))
+    clocks = align(ranks, meetings)
+    accounts = account(ranks, meetings, grid, chosen)
+    seconds = accounts.step_seconds
+    links = find_slow_links(
+        meetings,
+        grid,
+        num_steps=len(ranks[0].trace.steps.number),
+        step_seconds=float(np.mean(seconds)),
+        on_processor=accounts.on_processor,
+    )
+    replays = [replay for step in some(chosen) if (replay := replay_of_traces(ranks, meetings, grid, step)) is not None]
+    shares = next((one.trace.shares for one in ranks if one.trace.shares), ())
+    verdict, suspects = judge(accounts, shares=shares, links=links, replays=replays)
+    return Diagnosis(
+        "traces",
+        path,
+        known,
+        tuple(one.trace.rank for one in ranks),
+        verdict,
+        suspects,
+        accounts,
+        chosen,
+        tuple(ranks),
+        meetings,
+        clocks,
+        tuple(replays),
+        ranks[0].trace.device,
+        _notes(ranks, known, meetings, chosen),
+    )
+
+
+def some(steps: tuple[int, ...]) -> list[int]:
+    """A few, from the middle on: the first of a trace is often odd."""
+    if len(steps) <= _REPLAYED:
+        return [*steps]
+    middle = (len(steps) - _REPLAYED + 1) // 2
+    return [*steps[middle : middle + _REPLAYED]]
+
+
+def _notes(ranks: Sequence[RankSteps], layout: Layout, meetings: Meetings, steps: tuple[int, ...]) -> tuple[str, ...]:
+    """What is wrong with the files; what many of them have in common is said once."""
+    notes = [layout.note] if layout.note else []
+    missing = sorted({*range(layout.grid.size)} - {one.trace.rank for one in ranks})
+    if missing:
+        notes.append(
+            f"{len(missing):,} of {layout.grid.size:,} ranks have no trace ({join_ranks(missing)}): they are not compared, "
+            "and of their groups it is not known who came last"
+        )
+    alike: dict[str, list[str]] = defaultdict(list)
+    for one in ranks:
+        for note in one.trace.notes:
+            alike[re.sub(r"\d+", "0", note)].append(note)
+    for said in alike.values():
+        more = f" (and like it in {len(said) - 1} other traces)" if len(said) > 1 else ""
+        notes.append(f"{said[0]}{more}")
+    if meetings.alone and not missing:
+        notes.append(f"{meetings.alone:,} calls have no counterpart on some rank of their group")
+    cut_off = {one.trace.rank for one in ranks} - {
+        one.trace.rank for one in ranks if {*steps} <= {*one.trace.steps.number.tolist()}
+    }
+    if cut_off:
+        notes.append(f"rank {join_ranks(cut_off)} lacks some of the steps that others have")
+    return tuple(notes)
+
+
+def join_ranks(ranks: Sequence[int] | set[int], most: int = 8) -> str:
+    """Ranks in short: 0-3, 8, 10-11; of very many, the first runs."""
+    runs: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more stretches" if len(texts) > most else "")

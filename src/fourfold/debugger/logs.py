@@ -1,0 +1,110 @@
+"""What every rank did, from the trainer's action logs: each entry's time, and how much of it was waiting.
+
+A log knows no kernels. But it knows how long the processor worked for an entry. What an entry took beyond that and
+its waits, the rank did not run: others had its processor, or it was stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fourfold.debugger.accounts import DIMENSIONS, HOST, Accounts, sharing_processors
+from fourfold.debugger.reading.trace import Work
+from fourfold.debugger.whatif import Replay, make_replay
+from fourfold.layout import Action, Doing, Grid
+from fourfold.layout.actions import COMPUTE
+from fourfold.simulator.replay import Logs, RankLog, message_seconds
+
+_HOST = {Doing.LOAD: "loader", Doing.GC: "garbage", Doing.STEP: "optimizer"}
+_MEETS = {Doing.COUNT: "dp", Doing.SUM: "dp", Doing.FLUSH: "pp", Doing.NORM: "end", Doing.MEET: "end"}
+"""For whom a rank waits in these."""
+
+
+def accounts_of_logs(steps: Sequence[Logs], grid: Grid) -> Accounts:
+    """Adds up some steps."""
+    shape = (len(steps), grid.size)
+    work, host = np.zeros((*shape, len(Work))), np.zeros((*shape, len(HOST)))
+    transfer, wait = np.zeros((*shape, len(DIMENSIONS))), np.zeros((*shape, len(DIMENSIONS)))
+    inner, dp = DIMENSIONS.index("tp" if grid.tp > 1 else "cp"), DIMENSIONS.index("dp")
+    for i, step in enumerate(steps):
+        met = _transfers(step, grid)
+        for rank, log in enumerate(step.ranks):
+            computing, stalled = _own(log)
+            work[i, rank, Work.GEMM] = computing.sum() / 1e9
+            host[i, rank, HOST.index("launch")] = (stalled.sum() + log.gap.sum()) / 1e9
+            wait[i, rank, DIMENSIONS.index("pp")] = log.wait.sum() / 1e9
+            for place, column, shortest in ((inner, log.tied, met[rank][0]), (dp, log.fsdp, met[rank][1])):
+                transfer[i, rank, place] += shortest.sum() / 1e9
+                wait[i, rank, place] += (column - shortest).sum() / 1e9
+            for extra in log.extra:
+                own = (extra.end - extra.start - extra.wait) / 1e9
+                if extra.doing in _HOST:
+                    host[i, rank, HOST.index(_HOST[extra.doing])] += own
+                if extra.doing in _MEETS:
+                    wait[i, rank, DIMENSIONS.index(_MEETS[extra.doing])] += extra.wait / 1e9
+    numbers = tuple(step.step for step in steps)
+    return sharing_processors(Accounts(grid, numbers, work, host, transfer, wait, attention_known=False))
+
+
+def _transfers(step: Logs, grid: Grid) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each rank, by action: ns in TP's and CP's collectives, and in FSDP's, that are no waiting.
+
+    The last to come is in them shortest.
+    """
+    out = []
+    for rank, log in enumerate(step.ranks):
+        columns = []
+        for name, dims in (("tied", ("tp", "cp")), ("fsdp", ("dp", "cp"))):
+            peers = [step.ranks[peer] for peer in grid.group_of(rank, *dims)]
+            own: np.ndarray = getattr(log, name)
+            alike = all(peer.actions == log.actions for peer in peers)
+            columns.append(np.min([getattr(peer, name) for peer in peers], axis=0) if alike else own)
+        out.append((columns[0], columns[1]))
+    return out
+
+
+def _own(log: RankLog) -> tuple[np.ndarray, np.ndarray]:
+    """Nanoseconds of each action in which the rank computed, and in which it neither did nor waited."""
+    own = np.maximum(log.own - log.tied - log.fsdp, 0)
+    known = log.cpu >= 0
+    computing = np.where(known, np.minimum(log.cpu, own), own)
+    return computing, own - computing
+
+
+def replay_of_logs(logs: Logs, grid: Grid) -> Replay | None:
+    """A step that can be played again."""
+    met = _transfers(logs, grid)
+    computed = {rank: _computations(log, met[rank][0]) for rank, log in enumerate(logs.ranks)}
+    seconds = message_seconds(logs, grid)
+    message = {}
+    for rank in range(grid.size):
+        at = grid.coordinates(rank)
+        for pp in (at.pp - 1, at.pp + 1):
+            peer = grid.rank(tp=at.tp, cp=at.cp, pp=pp % grid.pp, dp=at.dp)
+            if peer != rank:
+                message[rank, peer] = seconds
+    return make_replay(grid, logs.step, computed, message)
+
+
+def _computations(log: RankLog, met: np.ndarray) -> list[tuple[Action, float, float]]:
+    """(action, own seconds, seconds of other things before it) of each computation."""
+    computing, stalled = (column / 1e9 for column in _own(log))
+    late = sum(e.end - e.start - e.wait for e in log.extra if e.doing is Doing.LOAD) / 1e9
+    rows = []
+    for i, action in enumerate(log.actions):
+        late += log.gap[i] / 1e9
+        if action.kind in COMPUTE:
+            rows.append((action, float(computing[i] + met[i] / 1e9), float(late + stalled[i])))
+            late = 0.0
+        else:
+            late += float(computing[i] + stalled[i])
+    return rows
+
+
+def is_logs(path: Path) -> bool:
+    """Whether a folder has action logs."""
+    folder = path / "actions" if (path / "actions").is_dir() else path
+    return folder.is_dir() and any(folder.glob("rank-*.jsonl"))

@@ -1,0 +1,255 @@
+"""Which calls of different ranks are one and the same collective or message, how long it took once all were there, and
+how wrong the clocks of the ranks are.
+
+A collective ends for all of its members together, whenever they came. So the last to come spends the shortest time in
+it, and that time is the transfer; what others spend longer is waiting. This needs no clocks. And the ends, being one
+moment, show by how much clocks differ.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.debugger.idle import RankSteps, occurrence
+from fourfold.debugger.places import Places
+from fourfold.debugger.reading.trace import UNKNOWN, Call, Calls
+
+Key = tuple[str, tuple[int, ...]]
+"""Dimension, and ranks: of a group ascending, of a message source and destination."""
+
+
+@dataclass(frozen=True)
+class Meetings:
+    """Calls of all ranks, those of one meeting under one number.
+
+    All columns have one entry per call, in the order of ranks and of each rank's calls.
+    """
+
+    rank: NDArray[np.int64]
+    """Index into the ranks that were read, not the global rank."""
+    call: NDArray[np.int64]
+    """Index into that rank's calls."""
+    number: NDArray[np.int64]
+    """Of the meeting."""
+    key: NDArray[np.int64]
+    """Index into `keys`; UNKNOWN: nobody knows with whom."""
+    kind: NDArray[np.int64]
+    """`Call`."""
+    elements: NDArray[np.int64]
+    itemsize: NDArray[np.int64]
+    end: NDArray[np.int64]
+    """By the rank's own clock."""
+    transfer: NDArray[np.int64]
+    """Nanoseconds of the call that are no waiting."""
+    keys: tuple[Key, ...] = field(repr=False)
+    alone: int = 0
+    """Calls without a counterpart, whose transfer is that of others like them."""
+
+    def of_rank(self, index: int) -> slice:
+        """The rows of one rank."""
+        begin, end = np.searchsorted(self.rank, (index, index + 1))
+        return slice(int(begin), int(end))
+
+
+def _by_key(
+    steps: RankSteps, places: Places, guessed: Mapping[int, tuple[int, ...]]
+) -> dict[Key | None, NDArray[np.int64]]:
+    """One rank's calls by whom they are with, in order; None: nobody knows."""
+    trace = steps.trace
+    calls = trace.calls
+    looks = np.stack([calls.group, calls.kind, calls.peer, np.where(calls.group < 0, calls.stream, 0)], axis=1)
+    kinds, which = np.unique(looks, axis=0, return_inverse=True)
+    members = [places.complete(group, trace.rank) for group in trace.groups]
+    keys = [_key(trace.rank, look, members, places, guessed) for look in kinds.tolist()]
+    out: dict[Key | None, NDArray[np.int64]] = {}
+    which = which.reshape(-1)
+    for key in dict.fromkeys(keys):
+        if key is None or len(key[1]) > 1:
+            out[key] = np.flatnonzero(np.isin(which, [i for i, other in enumerate(keys) if other == key]))
+    return out
+
+
+def _key(
+    rank: int,
+    look: Sequence[int],
+    members: Sequence[tuple[int, ...] | None],
+    places: Places,
+    guessed: Mapping[int, tuple[int, ...]],
+) -> Key | None:
+    """With whom calls of one look are: group, kind, peer, and the stream of those whose group is unknown."""
+    group, kind, peer, stream = look
+    ranks = members[group] if group >= 0 else guessed.get(stream)
+    if kind in (Call.SEND, Call.RECV):
+        if peer < 0 and ranks is not None and len(ranks) == 2:
+            peer = ranks[0] + ranks[1] - rank
+        if peer < 0:
+            return None
+        return "pp", (rank, peer) if kind == Call.SEND else (peer, rank)
+    if ranks is None:
+        return None
+    return ("pp" if kind == Call.MESSAGE else places.dimension(ranks)), ranks
+
+
+def meet(ranks: Sequence[RankSteps], places: Places) -> Meetings:
+    """Finds the meetings of some ranks."""
+    guessed = _guess_groups(ranks, places)
+    known = [_by_key(steps, places, guessed.get(steps.trace.rank, {})) for steps in ranks]
+    index = {steps.trace.rank: i for i, steps in enumerate(ranks)}
+    keys = sorted({key for one in known for key in one if key is not None})
+    parts: list[np.ndarray] = []  # rows of rank, call, meeting, key
+    numbered = 0
+    for number, key in enumerate(keys):
+        members = [index[rank] for rank in dict.fromkeys(key[1]) if rank in index]
+        columns = {i: known[i][key] for i in members if key in known[i]}
+        place = _places({i: (ranks[i].trace.calls, chosen) for i, chosen in columns.items()})
+        rows = np.stack([np.repeat([*columns], list(map(len, columns.values()))), np.concatenate([*columns.values()])])
+        _, meeting = np.unique(place, axis=0, return_inverse=True)
+        meeting = meeting.reshape(-1)
+        parts.append(np.stack([*rows, numbered + meeting, np.full(len(meeting), number)], axis=1))
+        numbered += int(meeting.max(initial=-1)) + 1
+    for i, one in enumerate(known):
+        alone = one.get(None, np.empty(0, dtype=np.int64))
+        number = numbered + np.arange(len(alone))
+        parts.append(np.stack([np.full_like(alone, i), alone, number, np.full_like(alone, UNKNOWN)], axis=1))
+        numbered += len(alone)
+    table = np.concatenate(parts).astype(np.int64)
+    table = table[np.lexsort((table[:, 1], table[:, 0]))]
+    rank, call, number, key = table.T
+    columns = _columns(table, [steps.trace.calls for steps in ranks])
+    transfer, unmet = _transfers(table, keys, *columns)
+    kind, elements, itemsize, _, end = columns
+    return Meetings(rank, call, number, key, kind, elements, itemsize, end, transfer, tuple(keys), unmet)
+
+
+def _columns(table: np.ndarray, calls: Sequence[Calls]) -> tuple[np.ndarray, ...]:
+    """Of each row its call's kind, elements, itemsize, start and end."""
+    rows = [table[slice(*np.searchsorted(table[:, 0], (i, i + 1))), 1] for i in range(len(calls))]
+    return tuple(
+        np.concatenate([getattr(one, name)[chosen] for one, chosen in zip(calls, rows, strict=True)]).astype(np.int64)
+        for name in ("kind", "elements", "itemsize", "start", "end")
+    )
+
+
+def _places(columns: Mapping[int, tuple[Calls, NDArray[np.int64]]]) -> NDArray[np.int64]:
+    """[calls, 2] of one group, rank after rank: calls with equal rows are one meeting.
+
+    By sequence number where there is one; else by order within a step.
+    """
+    numbered = all(bool(np.all(calls.sequence[chosen] >= 0)) for calls, chosen in columns.values())
+    out = []
+    for calls, chosen in columns.values():
+        first = calls.sequence[chosen] if numbered else calls.step[chosen].astype(np.int64)
+        out.append(np.stack([first, occurrence(first)], axis=1))
+    if not numbered:
+        _align(out, list(columns.values()))
+    return np.concatenate(out)
+
+
+def _align(places: list[NDArray[np.int64]], columns: Sequence[tuple[Calls, NDArray[np.int64]]]) -> None:
+    """Where ranks differ in how many calls a step has, matches what each has in common with the rank with most."""
+    for step in np.unique(np.concatenate([place[:, 0] for place in places])).tolist():
+        inside = [np.flatnonzero(place[:, 0] == step) for place in places]
+        counts = [*map(len, inside)]
+        if len({*counts}) == 1:
+            continue
+        longest = counts.index(max(counts))
+        looks = [_looks(calls, chosen[rows]) for (calls, chosen), rows in zip(columns, inside, strict=True)]
+        for place, rows, look in zip(places, inside, looks, strict=True):
+            if len(rows) == counts[longest]:
+                continue
+            place[rows, 1] = counts[longest] + np.arange(len(rows))  # met by nobody
+            matcher = SequenceMatcher(None, looks[longest], look, autojunk=False)
+            for block in matcher.get_matching_blocks():
+                place[rows[block.b : block.b + block.size], 1] = block.a + np.arange(block.size)
+
+
+def _looks(calls: Calls, chosen: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """What calls look like to both ends: the two of a message call it differently."""
+    kind = np.where(np.isin(calls.kind[chosen], (Call.SEND, Call.RECV)), Call.MESSAGE, calls.kind[chosen])
+    return [*zip(kind.tolist(), calls.elements[chosen].tolist(), strict=True)]
+
+
+def _transfers(
+    table: np.ndarray,
+    keys: Sequence[Key],
+    kind: np.ndarray,
+    elements: np.ndarray,
+    itemsize: np.ndarray,
+    start: np.ndarray,
+    end: np.ndarray,
+) -> tuple[np.ndarray, int]:
+    """Of each row the nanoseconds of its call that are no waiting, and how many calls met nobody."""
+    took = end - start
+    if not len(table):
+        return took, 0
+    number = table[:, 2]
+    shortest = np.full(number.max() + 1, np.iinfo(np.int64).max)
+    np.minimum.at(shortest, number, took)
+    present = np.bincount(number, minlength=len(shortest))
+    wanted = np.array([len(dict.fromkeys(key[1])) for key in keys] + [2], dtype=np.int64)[table[:, 3]]
+    complete = present[number] == wanted
+    transfer = np.minimum(shortest[number], took)
+    # Who came last is not known if somebody's trace is missing: then it takes what it takes others at best.
+    dimension = np.array([*(hash(key[0]) for key in keys), 0], dtype=np.int64)[table[:, 3]]
+    like = np.stack([dimension, np.where(kind == Call.SEND, Call.RECV, kind), elements, itemsize], axis=1)
+    _, family = np.unique(like, axis=0, return_inverse=True)
+    family = family.reshape(-1)
+    usual = np.full(family.max() + 1, np.iinfo(np.int64).max)
+    np.minimum.at(usual, family[complete], transfer[complete])
+    anyhow = np.full_like(usual, np.iinfo(np.int64).max)
+    np.minimum.at(anyhow, family, took)
+    usual = np.where(usual == np.iinfo(np.int64).max, anyhow, usual)
+    transfer = np.where(complete, transfer, np.minimum(transfer, usual[family]))
+    return transfer, int(np.count_nonzero(~complete))
+
+
+def _guess_groups(ranks: Sequence[RankSteps], places: Places) -> dict[int, dict[int, tuple[int, ...]]]:
+    """Groups that traces do not name, by rank and stream: the ranks whose collectives of one stream end together.
+
+    The members of a group end as often as each other in a step, and at the same moments but for their clocks.
+    """
+    out: dict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)
+    by_rank = {steps.trace.rank: steps for steps in ranks}
+    unknown = {rank: sorted({int(s) for s in _unknown_streams(steps)}) for rank, steps in by_rank.items()}
+    grid = places.grid
+    candidates = (("tp",), ("cp",), ("dp",), ("cp", "dp"), ("tp", "cp", "pp", "dp"), ("pp",))
+    for rank, streams in unknown.items():
+        for stream in streams:
+            if rank >= grid.size or stream in out[rank]:
+                continue
+            best: tuple[float, tuple[int, ...]] | None = None
+            for dims in candidates:
+                members = grid.group_of(rank, *dims)
+                apart = _apart(by_rank, members, rank, stream)
+                if apart is not None and (best is None or apart < 0.5 * best[0]):
+                    best = apart, members
+            if best is not None:
+                for member in best[1]:
+                    out[member][stream] = best[1]
+    return out
+
+
+def _unknown_streams(steps: RankSteps) -> np.ndarray:
+    calls = steps.trace.calls
+    return np.unique(calls.stream[(calls.group < 0) & (calls.kind != Call.SEND)])
+
+
+def _apart(by_rank: Mapping[int, RankSteps], members: tuple[int, ...], rank: int, stream: int) -> float | None:
+    """Nanoseconds by which the ends of these ranks' calls differ, clocks aside; None if they do not go together."""
+    if len(members) < 2 or any(member not in by_rank for member in members):
+        return None
+    ends = []
+    for member in members:
+        calls = by_rank[member].trace.calls
+        ends.append(calls.end[(calls.stream == stream) & (calls.group < 0)])
+    if not len(ends[0]) or any(len(one) != len(ends[0]) for one in ends):
+        return None
+    reference = ends[members.index(rank)]
+    apart = [float(np.median(np.abs(d - np.median(d)))) for d in (one - reference for one in ends)]
+    return max(apart) + 1.0

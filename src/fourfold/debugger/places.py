@@ -1,0 +1,201 @@
+"""Where ranks stand: the layout of a job, as far as its files tell it, and which dimension a group is of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from fourfold.debugger.reading.trace import MESSAGES, Group, RankTrace
+from fourfold.layout import Grid
+from fourfold.layout.grid import DIMENSIONS
+
+_SPANS: Mapping[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "pp": ("pp",),
+    "fsdp": ("cp", "dp"),
+    "dp": ("dp",),
+    "world": ("tp", "cp", "pp", "dp"),
+}
+"""Dimensions that groups run along, the most specific first: of a group that is alike in two, the first counts."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a job.
+
+    Attributes:
+        grid: sizes.
+        source: where they come from: "given", "traces" (written there), "groups" (inferred) or "none".
+        note: what a reader should know of it; empty if nothing.
+    """
+
+    grid: Grid
+    source: str
+    note: str = ""
+
+
+def parse_layout(text: str) -> Grid:
+    """tp=2,cp=2,pp=2,dp=2 as a person writes it; what is left out is 1. ValueError with the rule."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, sign, value = (piece.strip() for piece in part.partition("="))
+        if name not in DIMENSIONS or not sign or not value.isdecimal() or int(value) < 1:
+            raise ValueError(
+                f"--layout {text}: {part.strip()!r} must be tp, cp, pp or dp and its size, as in tp=2,pp=4"
+            )
+        if name in sizes:
+            raise ValueError(f"--layout {text}: {name} is given twice")
+        sizes[name] = int(value)
+    return Grid(**sizes)
+
+
+def layout_of(traces: Sequence[RankTrace], given: Grid | None) -> Layout:
+    """The layout of the job that these ranks are of.
+
+    Raises:
+        ValueError: the layout that is given has fewer ranks than the traces, or not as many as they say.
+    """
+    world = max(*(trace.world_size for trace in traces), *(trace.rank + 1 for trace in traces), 1)
+    if given is not None:
+        if given.size != world:
+            told = any(trace.world_size for trace in traces)
+            seen = f"the traces are of {world} ranks" if told else f"there is a trace of rank {world - 1}"
+            if told or given.size < world:
+                raise ValueError(f"--layout: {_named(given)} are {given.size} ranks, but {seen}")
+        return Layout(given, "given")
+    written = {trace.grid for trace in traces if trace.grid is not None}
+    if len(written) > 1:
+        a, b = sorted(map(_named, written))[:2]
+        raise ValueError(f"these traces are of runs with different layouts: {a}; {b}. Give one run's")
+    if written:
+        return Layout(written.pop(), "traces")
+    groups = {group.ranks: group for trace in traces for group in trace.groups if group.ranks and len(group.ranks) > 1}
+    if not groups:
+        note = "groups are not in the traces: all ranks count as replicas; --layout helps"
+        return Layout(Grid(dp=world), "none", note if world > 1 else "")
+    return _inferred(groups, _channels(traces), world)
+
+
+class _RunState(msgspec.Struct):
+    layout: dict[str, int] = {}
+
+
+def layout_of_run(folder: Path) -> Grid | None:
+    """The layout that run.json says, in a folder or one of the three around it."""
+    for place in [folder, *folder.absolute().parents][:4]:
+        try:
+            state = msgspec.json.decode((place / "run.json").read_bytes(), type=_RunState)
+            return Grid(**{name: state.layout[name] for name in DIMENSIONS})
+        except (OSError, msgspec.MsgspecError, KeyError, ValueError):
+            continue
+    return None
+
+
+def _named(grid: Grid) -> str:
+    return f"tp={grid.tp} cp={grid.cp} pp={grid.pp} dp={grid.dp}"
+
+
+def _channels(traces: Iterable[RankTrace]) -> set[tuple[int, int]]:
+    """Pairs of ranks between which messages go, the smaller first."""
+    pairs: set[tuple[int, int]] = set()
+    for trace in traces:
+        calls = trace.calls
+        for i in range(len(calls.start)):
+            if calls.kind[i] not in MESSAGES:
+                continue
+            peer = int(calls.peer[i])
+            ranks = trace.groups[calls.group[i]].ranks if calls.group[i] >= 0 else None
+            if peer < 0 and ranks is not None and len(ranks) == 2:
+                peer = ranks[0] + ranks[1] - trace.rank
+            if peer >= 0:
+                pairs.add((min(peer, trace.rank), max(peer, trace.rank)))
+    return pairs
+
+
+def _inferred(groups: Mapping[tuple[int, ...], Group], channels: set[tuple[int, int]], world: int) -> Layout:
+    """From the groups' descriptions where these name a dimension, else from their strides, inner to outer."""
+    sizes = {"tp": 1, "cp": 1, "pp": 1, "dp": 1}
+    shapes: dict[tuple[int, int], str] = {}  # (stride, size) -> description
+    for ranks, group in groups.items():
+        stride = ranks[1] - ranks[0]
+        if len(ranks) < world and all(b - a == stride for a, b in pairwise(ranks)):
+            shapes.setdefault((stride, len(ranks)), group.description)
+    strides = [high - low for low, high in channels]
+    pp_stride = min(strides, default=0)
+    inner = 1
+    for (stride, size), description in sorted(shapes.items()):
+        told = next((dim for dim in ("tp", "cp", "pp") if dim in description.lower().replace("cpu", "")), None)
+        if told is None and pp_stride and stride % pp_stride == 0 and size == 2 and stride in strides:
+            continue  # the two ends of a channel
+        if stride != inner and told is None:
+            continue
+        if told is not None and sizes[told] == 1:
+            sizes[told] = size
+        elif told is None and stride == 1 and stride * size < world:
+            sizes["tp"] = size
+        elif told is None and stride == inner and stride * size < world and not pp_stride:
+            sizes["cp"] = size
+        inner = sizes["tp"] * sizes["cp"] * sizes["pp"]
+    if pp_stride and sizes["pp"] == 1:
+        inside = pp_stride
+        if inside % (sizes["tp"] * sizes["cp"]) == 0:
+            sizes["cp"] = inside // sizes["tp"]
+        sizes["pp"] = _stages(channels, pp_stride)
+    inner = sizes["tp"] * sizes["cp"] * sizes["pp"]
+    if world % inner:
+        return Layout(Grid(dp=world), "none", "the groups in the traces make no layout; --layout helps")
+    sizes["dp"] = world // inner
+    grid = Grid(**sizes)
+    return Layout(grid, "groups", f"the layout was inferred from the groups: {_named(grid)}")
+
+
+def _stages(channels: set[tuple[int, int]], stride: int) -> int:
+    """Ranks on one chain of channels."""
+    start = min(low for low, _ in channels)
+    low, number = start, 1
+    while (low, low + stride) in channels:
+        low, number = low + stride, number + 1
+    return number
+
+
+class Places:
+    """Which dimension each group of ranks is of."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self._known: dict[tuple[int, ...], str] = {}
+
+    def dimension(self, ranks: tuple[int, ...]) -> str:
+        """tp, cp, pp, dp, fsdp (dp x cp), world; "other" if the layout has no such group."""
+        if ranks not in self._known:
+            self._known[ranks] = self._find(ranks)
+        return self._known[ranks]
+
+    def _find(self, ranks: tuple[int, ...]) -> str:
+        if len(ranks) == self.grid.size:
+            along = [d for d in ("tp", "cp", "pp", "dp") if getattr(self.grid, d) == self.grid.size]
+            return along[0] if along else "world"
+        if ranks[-1] < self.grid.size:
+            for name, dims in _SPANS.items():
+                if self.grid.group_of(ranks[0], *dims) == ranks:
+                    return name
+        return "other"
+
+    def complete(self, group: Group, rank: int) -> tuple[int, ...] | None:
+        """All ranks of a group of which a trace has but the first, or no more than a description."""
+        if group.ranks is not None:
+            return group.ranks
+        words = group.description.lower().replace("-", "_").split("_")
+        for name, dims in sorted(_SPANS.items(), key=lambda item: item[0] not in words):
+            ranks = self.grid.group_of(rank, *dims)
+            told = name in words or (name == "world" and group.description == "default_pg")
+            if group.first and ranks[: len(group.first)] == group.first and group.size in (0, len(ranks)):
+                return ranks
+            if not group.first and told and group.size in (0, len(ranks)):
+                return ranks
+        return None

@@ -1,0 +1,268 @@
+"""What a step would have taken: its measured durations through the simulator's graph, some of them replaced.
+
+Of each computation is known how long the rank was busy with it, and how late its host came, without any waiting. When
+anything began the graph finds out, from who waits for whom; TP's and CP's ranks end each computation together. So the
+gain of a change is the difference of two plays of the same graph, and what the graph leaves out is in both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fourfold.debugger.idle import RankSteps
+from fourfold.debugger.meetings import Meetings
+from fourfold.debugger.reading.trace import Call
+from fourfold.debugger.suspects import typical
+from fourfold.layout import Action, Grid, Kind, Schedule
+from fourfold.layout.actions import COMPUTE
+from fourfold.simulator.costs import Lanes, Spent, latest
+from fourfold.simulator.engine import play
+from fourfold.simulator.graph import Graph, Node, compile_graph
+from fourfold.simulator.played import Played
+
+_KINDS = {kind.value: kind for kind in COMPUTE}
+
+Lane = np.ndarray
+"""float64 [dp, cp, tp] seconds."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One step that can be played again.
+
+    Attributes:
+        grid: the layout.
+        step: its number.
+        graph: of its computations and messages.
+        own: seconds of each computation on every replica of its pipeline rank, without waiting.
+        late: seconds of its host before it.
+        message: seconds of a message of each pair of pipeline ranks, on every replica.
+        first_ends: seconds before the first computation and after the last that are nobody's wait.
+    """
+
+    grid: Grid
+    step: int
+    graph: Graph = field(repr=False)
+    own: Mapping[Action, Lane] = field(repr=False)
+    late: Mapping[Action, Lane] = field(repr=False)
+    message: Mapping[tuple[int, int], Lane] = field(repr=False)
+
+    def seconds(self) -> float:
+        """From the first computation to the end of the last."""
+        return play(self.graph, _Costs(self), keep=False).pipeline_seconds
+
+    def played(self) -> Played:
+        """When everything began and ended."""
+        return play(self.graph, _Costs(self))
+
+    def at_speed(self, ranks: Mapping[int, float], *, with_pauses: bool = False) -> Replay:
+        """Some ranks, by global rank, compute in this share of the time that they took, and pause for as much less."""
+        late = self._scaled(self.late, ranks) if with_pauses else self.late
+        return dataclasses.replace(self, own=self._scaled(self.own, ranks), late=late)
+
+    def in_time(self, ranks: Sequence[int]) -> Replay:
+        """The hosts of some ranks are as late as those of their peers."""
+        late = {}
+        for action, lanes in self.late.items():
+            usual = typical(lanes, (0, 1, 2))
+            late[action] = lanes.copy()
+            for rank in ranks:
+                at = self.grid.coordinates(rank)
+                if at.pp == self.graph.schedule.rank_of(action.stage):
+                    late[action][at.dp, at.cp, at.tp] = min(float(usual[0, 0, 0]), lanes[at.dp, at.cp, at.tp])
+        return dataclasses.replace(self, late=late)
+
+    def even_documents(self) -> Replay:
+        """In each computation, replicas and CP ranks have the mean of what they have to do."""
+        even = {
+            action: np.broadcast_to(own.mean(axis=(0, 1), keepdims=True), own.shape) for action, own in self.own.items()
+        }
+        return dataclasses.replace(self, own=even)
+
+    def at_link_speed(self, ends: tuple[int, int], factor: float) -> Replay:
+        """Messages between two ranks take this share of their time."""
+        one, other = (self.grid.coordinates(rank) for rank in ends)
+        message = dict(self.message)
+        for pair in ((one.pp, other.pp), (other.pp, one.pp)):
+            if pair in message:
+                message[pair] = message[pair].copy()
+                message[pair][one.dp, one.cp, one.tp] *= factor
+        return dataclasses.replace(self, message=message)
+
+    def _scaled(self, lanes: Mapping[Action, Lane], ranks: Mapping[int, float]) -> dict[Action, Lane]:
+        factor = np.ones((self.grid.pp, self.grid.dp, self.grid.cp, self.grid.tp))
+        for rank, share in ranks.items():
+            at = self.grid.coordinates(rank)
+            factor[at.pp, at.dp, at.cp, at.tp] = share
+        return {action: own * factor[self.graph.schedule.rank_of(action.stage)] for action, own in lanes.items()}
+
+
+class _Costs:
+    """Costs of a measured step."""
+
+    contention = optimizer = fixed = 0.0
+    hidden = 1.0
+
+    def __init__(self, replay: Replay) -> None:
+        self.lanes, self._replay = replay.grid, replay
+
+    def layers(self, stage: int) -> int:
+        return 1
+
+    def host(self, node: Node) -> Lanes:
+        return self._replay.late[node.action]
+
+    def computation(self, node: Node, start: Lanes) -> Spent:
+        own = self._replay.own[node.action]
+        # Ranks of a TP and CP group meet many times in a computation: they end it with the slowest.
+        end = latest(latest(start + own, 2), 1) + np.zeros_like(own)
+        return Spent(end, {"compute": own}, 0.0)
+
+    def message(self, node: Node) -> Lanes:
+        return self._replay.message[node.pp_rank, node.receiver]
+
+    def collective(self, node: Node) -> Lanes:
+        return 0.0
+
+
+def make_replay(
+    grid: Grid,
+    step: int,
+    computed: Mapping[int, Sequence[tuple[Action, float, float]]],
+    message: Mapping[tuple[int, int], float],
+) -> Replay | None:
+    """A step from what each rank computed.
+
+    Args:
+        grid: the layout.
+        step: its number.
+        computed: by global rank, (action, own seconds, seconds that its host was late) in order.
+        message: seconds of a message by (sender, receiver), global ranks.
+
+    Returns:
+        None if no replay can be made: computations do not fit together, or a pipeline rank is unknown altogether.
+    """
+    lists: list[list[Action]] = [[] for _ in range(grid.pp)]
+    for rank, rows in computed.items():
+        pp_rank = grid.coordinates(rank).pp
+        actions = [action for action, _, _ in rows]
+        if lists[pp_rank] and lists[pp_rank] != actions:
+            return None
+        lists[pp_rank] = actions
+    stages = 1 + max((action.stage for actions in lists for action in actions), default=-1)
+    if not all(lists) or stages % grid.pp or any(a.stage % grid.pp != pp for pp, s in enumerate(lists) for a in s):
+        return None
+    micro_batches = 1 + max(action.micro_batch for actions in lists for action in actions)
+    splits = any(action.kind is Kind.WEIGHT for actions in lists for action in actions)
+    schedule = Schedule(
+        pp=grid.pp,
+        v=stages // grid.pp,
+        num_micro_batches=micro_batches,
+        kind="zb-h1" if splits else "flexible",
+        nc=grid.pp,
+        rounds=(micro_batches,),
+        warmup=(0,) * grid.pp,
+        zero=1,
+        actions=tuple(map(tuple, lists)),
+    )
+    try:
+        graph = compile_graph(schedule)
+    except ValueError:  # some ranks' computations are missing
+        return None
+    shape = (grid.dp, grid.cp, grid.tp)
+    own = {action: np.full(shape, np.nan) for actions in lists for action in actions}
+    late = {action: np.full(shape, np.nan) for action in own}
+    for rank, rows in computed.items():
+        at = grid.coordinates(rank)
+        for action, seconds, behind in rows:
+            own[action][at.dp, at.cp, at.tp], late[action][at.dp, at.cp, at.tp] = seconds, behind
+    for table in (own, late):
+        for action, lanes in table.items():
+            table[action] = np.where(np.isnan(lanes), typical(lanes, (0, 1, 2)), lanes)
+    pairs = {(node.pp_rank, node.receiver) for node in graph.nodes if node.receiver >= 0}
+    usual = float(np.median([*message.values()])) if message else 0.0
+    sent = {pair: np.full(shape, usual) for pair in pairs}
+    for (source, destination), seconds in message.items():
+        at, to = grid.coordinates(source), grid.coordinates(destination)
+        if (at.pp, to.pp) in sent:
+            sent[at.pp, to.pp][at.dp, at.cp, at.tp] = seconds
+    return Replay(grid, step, graph, own, late, sent)
+
+
+def replay_of_traces(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid, step: int) -> Replay | None:
+    """A step from labelled traces; None if they have no labels of computations."""
+    computed = {}
+    for index, one in enumerate(ranks):
+        rows = _computations(one, meetings, index, step)
+        if rows:
+            computed[one.trace.rank] = rows
+    if not computed:
+        return None
+    return make_replay(grid, step, computed, _messages(meetings))
+
+
+def _computations(one: RankSteps, meetings: Meetings, index: int, step: int) -> list[tuple[Action, float, float]]:
+    """A rank's computations in a step: busy with each, and how late its host came to it."""
+    trace, labels = one.trace, one.trace.labels
+    where = np.flatnonzero(trace.steps.number == step)
+    if not len(where):
+        return []
+    on_device = bool(np.any(labels.on_device))
+    begin, end = int(one.start[where[0]]), int(one.end[where[0]])
+    chosen = [
+        i
+        for i in np.flatnonzero(
+            (labels.on_device == on_device) & (labels.start >= begin) & (labels.end <= end)
+        ).tolist()
+        if labels.kind[i] in _KINDS and labels.micro_batch[i] >= 0
+    ]
+    if not chosen:
+        return []
+    starts, ends = labels.start[chosen], labels.end[chosen]
+    moved = np.zeros(len(trace.calls.start), dtype=np.int64)
+    rows = meetings.of_rank(index)
+    moved[meetings.call[rows]] = meetings.transfer[rows]
+    pieces = one.in_calls
+    turned = np.clip(trace.calls.end[pieces.what] - moved[pieces.what], pieces.start, pieces.end)
+    # A wait lies inside of one computation or outside of all. The host is late before one.
+    waits = _inside(starts, ends, pieces.start, turned)
+    before = np.concatenate(([begin], ends[:-1]))
+    late = _inside(before, starts, one.by_host.start, one.by_host.end)
+    within = _inside(starts, ends, one.by_host.start, one.by_host.end)
+    return [
+        (
+            Action(_KINDS[labels.kind[i]], int(labels.stage[i]), int(labels.micro_batch[i])),
+            max(int(ends[n] - starts[n] - waits[n] - within[n]), 0) / 1e9,
+            int(late[n] + within[n]) / 1e9,
+        )
+        for n, i in enumerate(chosen)
+    ]
+
+
+def _inside(starts: np.ndarray, ends: np.ndarray, begun: np.ndarray, ended: np.ndarray) -> np.ndarray:
+    """Of each range (ascending, apart), the ns that pieces cover."""
+    out = np.zeros(len(starts), dtype=np.int64)
+    place = np.searchsorted(starts, begun, side="right") - 1
+    for shift in (0, 1):  # a piece may begin right before its range
+        at = place + shift
+        fits = (at >= 0) & (at < len(starts))
+        at, first, last = at[fits], begun[fits], ended[fits]
+        covered = np.minimum(last, ends[at]) - np.maximum(first, starts[at])
+        np.add.at(out, at, np.maximum(covered, 0))
+    return out
+
+
+def _messages(meetings: Meetings) -> dict[tuple[int, int], float]:
+    """Median seconds of a message of each channel."""
+    out: dict[tuple[int, int], float] = {}
+    chosen = np.flatnonzero(np.isin(meetings.kind, (Call.SEND, Call.RECV)) & (meetings.key >= 0))
+    order = chosen[np.argsort(meetings.key[chosen], kind="stable")]
+    cuts = np.flatnonzero(np.diff(meetings.key[order])) + 1
+    for rows in np.split(order, cuts) if len(order) else ():
+        source, destination = meetings.keys[meetings.key[rows[0]]][1]
+        out[source, destination] = float(np.median(meetings.transfer[rows])) / 1e9
+    return out

@@ -1,0 +1,45 @@
+"""Whatever `fourfold diagnose` has found, in words, as JSON and as a page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from fourfold.debugger.ask import Answer
+from fourfold.debugger.diagnosis import Diagnosis
+from fourfold.debugger.hangs import Hang
+from fourfold.report.diagnosis.as_json import diagnosis_json
+from fourfold.report.diagnosis.page import diagnosis_page
+from fourfold.report.diagnosis.tables import table_json, table_page, table_text
+from fourfold.report.diagnosis.text import diagnosis_text
+from fourfold.report.drawing import Page
+from fourfold.report.hangs import hang_text
+
+
+def answer_text(found: Answer) -> str:
+    """For the terminal."""
+    if isinstance(found, Diagnosis):
+        return diagnosis_text(found)
+    if isinstance(found, Hang):
+        return hang_text(found, head="", stacks=True).lstrip("\n")
+    return table_text(found)
+
+
+def answer_json(found: Answer) -> dict[str, Any]:
+    """docs/formats.md explains the keys."""
+    if isinstance(found, Diagnosis):
+        return diagnosis_json(found)
+    if isinstance(found, Hang):
+        verdict = "hang" if found.causes or found.stuck else "no hang"
+        return {"format": 1, "verdict": verdict, **msgspec.to_builtins(found, str_keys=True)}
+    return table_json(found)
+
+
+def answer_page(found: Answer) -> Page:
+    """For a browser. ValueError: of a hang there is no page."""
+    if isinstance(found, Diagnosis):
+        return diagnosis_page(found)
+    if isinstance(found, Hang):
+        raise ValueError("--html: of a hang there is no page; the text says all")
+    return table_page(found)

@@ -1,0 +1,90 @@
+"""A diagnosis for the terminal: the answer, and below it the evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fourfold.debugger import Diagnosis
+from fourfold.debugger.accounts import DIMENSIONS
+from fourfold.debugger.known import mean
+from fourfold.report.diagnosis.words import paragraph
+from fourfold.report.text import percent
+from fourfold.simulator.causes import duration
+
+_SHOWN = 6  # ranks in the table
+
+
+def diagnosis_text(found: Diagnosis) -> str:
+    """What `fourfold diagnose` prints."""
+    lines = [paragraph(found)]
+    culprits = [culprit for culprit in found.verdict.culprits if culprit.levels]
+    if culprits:
+        rows = [
+            (level.dimension, str(level.index), duration(level.excess), percent(level.share), duration(level.gap))
+            for level in culprits[0].levels
+            if getattr(found.accounts.grid, level.dimension) > 1
+        ]
+        head = ("dimension", "slowest", "excess per step", "of all excess", "ahead of the next by")
+        lines += ["", f"How the search came to rank {culprits[0].ranks[0]}, outermost first", *aligned([head, *rows])]
+    lines += ["", "What ranks did, per step", *aligned(rank_rows(found))]
+    if found.verdict.what_ifs:
+        lines += ["", "A step would be shorter by, if"]
+        lines += [f"  {duration(what.gain):>9}  {what.sentence}" for what in found.verdict.what_ifs]
+    lines += ["", *(f"note: {note}" for note in evidence(found))]
+    return "\n".join(lines)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows under a head, in columns; the first is left-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    out = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        out.append(f"  {'  '.join(cells)}".rstrip())
+    return out
+
+
+def rank_rows(found: Diagnosis) -> list[tuple[str, ...]]:
+    """The ranks with most excess: what they did, in seconds per step."""
+    accounts, per_rank = found.accounts, found.suspects.per_rank
+    used = [i for i, name in enumerate(DIMENSIONS) if np.nansum(accounts.wait[:, :, i]) > 0]
+    head = ("rank", "dp", "pp", "cp", "tp", "excess", "computing", "host", "transfers")
+    rows: list[tuple[str, ...]] = [(*head, *(f"waits {DIMENSIONS[i]}" for i in used))]
+    order = np.argsort(-np.nan_to_num(per_rank, nan=-np.inf), kind="stable")
+    for rank in order[:_SHOWN].tolist():
+        if np.isnan(per_rank[rank]):
+            continue
+        at = accounts.grid.coordinates(rank)
+        did = [
+            float(mean(column))
+            for column in (
+                accounts.work[:, rank].sum(axis=1),
+                accounts.host[:, rank].sum(axis=1),
+                accounts.transfer[:, rank].sum(axis=1),
+                *(accounts.wait[:, rank, i] for i in used),
+            )
+        ]
+        rows.append((str(rank), *map(str, (at.dp, at.pp, at.cp, at.tp)), duration(per_rank[rank]), *map(duration, did)))
+    return rows
+
+
+def evidence(found: Diagnosis) -> list[str]:
+    """What the answer rests on, a sentence each."""
+    steps = found.steps
+    numbers = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    grid = found.accounts.grid
+    out = [
+        f"{found.source}: {len(found.ranks):,} ranks, tp {grid.tp} cp {grid.cp} pp {grid.pp} dp {grid.dp}, {numbers}"
+    ]
+    if found.clocks is not None and len(found.ranks) > 1:
+        wrong = found.clocks.wrong
+        out.append(
+            f"clocks differ by up to {duration(float(wrong.max() - wrong.min()) / 1e9)}; aligned by the ends of common "
+            f"collectives, {round(found.clocks.residual) / 1e3:g} us remain. Only pictures need them"
+        )
+    if found.verdict.replay_error is not None:
+        played = ", ".join(str(replay.step) for replay in found.replays)
+        out.append(f"gains are from step {played} played again; it comes out {found.verdict.replay_error:+.1%} off")
+    return [*out, *found.notes]
