@@ -19,14 +19,18 @@ _KERNELS = (
     "::{lambda()#3}::operator()() const::{lambda()#7}::operator()() const::{lambda(float)#1}>",
 )
 _PER_STEP = 2_000  # operators
-_OPERATOR = """
+_OPERATOR = (
+    """
   {
     "ph": "X", "cat": "cpu_op", "name": "%s", "pid": 4711, "tid": 4711,
     "ts": %s, "dur": 18.250,
     "args": {
-      "External id": %d,"Record function id": %d, "Sequence number": %d, "Fwd thread id": 0, "Input Dims": [[4096, 1024], [1024, 4096]], "Input type": ["c10::BFloat16", "c10::BFloat16"], "Ev Idx": %d
+      "External id": %d,"Record function id": %d, "Sequence number": %d, "Fwd thread id": 0, """
+    '"Input Dims": [[4096, 1024], [1024, 4096]], "Input type": ["c10::BFloat16", "c10::BFloat16"], '
+    """"Ev Idx": %d
     }
   },"""
+)
 _LAUNCH = """
   {
     "ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 4711, "tid": 4711,
@@ -39,18 +43,23 @@ _LAUNCH = """
     "ph": "s", "id": %d, "pid": 4711, "tid": 4711, "ts": %s,
     "cat": "ac2g", "name": "ac2g"
   },"""
-_KERNEL = """
+_KERNEL = (
+    """
   {
     "ph": "X", "cat": "kernel", "name": "%s", "pid": 0, "tid": %d,
     "ts": %s, "dur": %s,
     "args": {
-      "External id": %d,      "queued": 0, "device": 0, "context": 1,      "stream": %d, "correlation": %d,      "registers per thread": 40,      "shared memory": 400,      "blocks per SM": 4.740741,      "warps per SM": 75.851852,      "grid": [512, 1, 1],      "block": [512, 1, 1],      "est. achieved occupancy %%": 75%s
+      "External id": %d,      "queued": 0, "device": 0, "context": 1,      "stream": %d, "correlation": %d,      """
+    '"registers per thread": 40,      "shared memory": 400,      "blocks per SM": 4.740741,      '
+    '"warps per SM": 75.851852,      "grid": [512, 1, 1],      "block": [512, 1, 1],      '
+    """"est. achieved occupancy %%": 75%s
     }
   },
   {
     "ph": "f", "id": %d, "pid": 0, "tid": %d, "ts": %s,
     "cat": "ac2g", "name": "ac2g", "bp": "e"
   },"""
+)
 _STEP = """
   {
     "ph": "X", "cat": "user_annotation", "name": "ProfilerStep#%d", "pid": 4711, "tid": 4711,
@@ -58,13 +67,13 @@ _STEP = """
     "args": {
       "External id": 1,"Record function id": 1, "Ev Idx": 1
     }
-  },"""  # fmt: skip
+  },"""
 _EVERY = 20  # operators, of which one is a collective
 _OPERATOR_NS, _BEGIN = 50_000, 4_458_676_416_788_066
 
 
 def write_file(path: Path, megabytes: float, rank: int, world: int) -> int:
-    """Writes one rank's file of about so many MB (10^6 bytes, inflated), gzip if its name says so; returns the bytes."""
+    """Writes one rank's file of about so many MB (10^6 bytes of text), gzip if its name says so; returns the bytes."""
     groups = [{"pg_name": "0", "pg_desc": "default_pg", "backend_config": "cuda:nccl", "pg_size": world,
                "ranks": [*range(world)]}]  # fmt: skip
     head = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "NVIDIA H100"}], "distributedInfo": {
@@ -73,8 +82,7 @@ def write_file(path: Path, megabytes: float, rank: int, world: int) -> int:
             f'  "traceName": "{path.name}",\n  "displayTimeUnit": "ms",\n'
             '  "baseTimeNanoseconds": 1711964646000000000\n}\n')  # fmt: skip
     size = 0
-    opened = gzip.open(path, "wb", compresslevel=1) if path.suffix == ".gz" else path.open("wb")
-    with opened as file:
+    with gzip.open(path, "wb", compresslevel=1) if path.suffix == ".gz" else path.open("wb") as file:
         start = json.dumps(head)[:-1] + ', "traceEvents": ['
         size += file.write(start.encode())
         for text in _steps(rank, world):
@@ -91,9 +99,12 @@ def _us(nanoseconds: int) -> str:
 
 def _steps(rank: int, world: int) -> Iterator[str]:
     """Text of the events, some dozens at a time."""
-    collective = (f', "Collective name": "allreduce", "In msg nelems": 2049000, "Out msg nelems": 2049000, "Group size": '
-                  f'{world}, "dtype": "BFloat16", "In split size": "[]", "Out split size": "[]", "Process Group Name": '
-                  f'"0", "Process Group Description": "default_pg", "Process Group Ranks": "[0, 1, 2, 3]", "Seq": ')  # fmt: skip
+    collective = (
+        ', "Collective name": "allreduce", "In msg nelems": 2049000, "Out msg nelems": 2049000, '
+        f'"Group size": {world}, "dtype": "BFloat16", "In split size": "[]", "Out split size": "[]", '
+        '"Process Group Name": "0", "Process Group Description": "default_pg", "Process Group Ranks": "[0, 1, 2, 3]", '
+        '"Seq": '
+    )
     number = 0
     for step in range(1 << 20):
         begin = _BEGIN + step * (_PER_STEP + 10) * _OPERATOR_NS

@@ -8,8 +8,8 @@ process of its own, from the file to the finished columns; its processor time an
 what it has resident before it reads is shown, too. The other tool is installed into an environment of its own, or taken
 from where `--hta` says it is; where it cannot be had, the report says so.
 
-Exits with 1 if a bar is missed: 40 MB of JSON per second and core, a peak of at most the inflated file and 100 MB, 1,024
-ranks in 60 s on two cores, 3 times the speed and a third of the memory of the other tool.
+Exits with 1 if a bar is missed: 40 MB of JSON per second and core, a peak of at most the inflated file and 100 MB,
+1,024 ranks in 60 s on two cores, 3 times the speed and a third of the memory of the other tool.
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ def test_ordinary_ranks_are_no_outliers() -> None:
     [
         ({"start": np.zeros(3)}, "different lengths"),
         ({"row": np.full(8192, PP)}, "row must be in 0..15"),
-        ({"kind": np.full(8192, len(KINDS))}, "kind must be in 0..8"),
+        ({"kind": np.full(8192, len(KINDS))}, f"kind must be in 0..{len(KINDS) - 1}"),
         ({"cause": np.full(8192, -2)}, "cause must be in -1.."),
         ({"end": np.full(8192, np.nan)}, "must be finite"),
     ],

@@ -19,6 +19,7 @@ from fourfold.debugger.meetings import Meetings
 from fourfold.debugger.reading.trace import Host, Work
 from fourfold.layout import Grid
 
+_WHOLE = 0.9  # of the calls that peers have: with fewer a step is not whole
 Seconds = NDArray[np.float64]
 DIMENSIONS = ("tp", "cp", "pp", "dp", "end", "other")
 """For whom a rank waits: dp stands for FSDP over dp x cp, end for all ranks at the end of a step."""
@@ -71,15 +72,25 @@ class Accounts:
         return column.reshape(*column.shape[:-1], grid.dp, grid.pp, grid.cp, grid.tp)
 
 
-def sharing_processors(accounts: Accounts) -> Accounts:
+def sharing_processors(accounts: Accounts, processor: Seconds | None = None) -> Accounts:
     """Of ranks that compute on processors: time in which these did other things belongs to the computing it lengthens.
 
     Where more ranks than processors run, all are interrupted, in proportion to what they compute. What a rank is
     interrupted beyond that is its own.
+
+    Args:
+        accounts: what ranks did by the wall's clock.
+        processor: [steps, ranks] seconds for which the processor worked; NaN, or None: unknown, or accounted for.
     """
     launch = HOST.index("launch")
     work, host = accounts.work.copy(), accounts.host.copy()
     busy = work.sum(axis=2)
+    if processor is not None:
+        own = busy + host[:, :, launch]
+        ran = np.where(np.isnan(processor), busy, np.minimum(processor, own))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            work *= np.where(busy > 0, ran / busy, 1.0)[:, :, None]
+        host[:, :, launch], busy = own - ran, work.sum(axis=2)
     with np.errstate(divide="ignore", invalid="ignore"):
         usual = median(np.where(busy > 0, host[:, :, launch] / busy, np.nan), axis=1, keepdims=True)
     lengthened = np.minimum(host[:, :, launch], np.nan_to_num(usual) * busy)
@@ -107,11 +118,28 @@ def common_steps(ranks: Sequence[RankSteps], chosen: tuple[int, int] | None) -> 
     return tuple(sorted(n for n, count in wanted.items() if count == most))
 
 
+def incomplete(ranks: Sequence[RankSteps], grid: Grid, steps: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    """Of ranks whose files are damaged, the steps of which a good part is missing: fewer calls than their peers."""
+    counts = np.full((len(steps), grid.size), np.nan)
+    for one in ranks:
+        calls = np.bincount(one.trace.calls.step[one.trace.calls.step >= 0], minlength=len(one.trace.steps.number))
+        for at, number in enumerate(one.trace.steps.number.tolist()):
+            if number in steps:
+                counts[steps.index(number), one.trace.rank] = calls[at]
+    shape = (len(steps), grid.dp, grid.pp, grid.cp, grid.tp)
+    usual = median(counts.reshape(shape), (1, 3, 4), keepdims=True)
+    few = (counts.reshape(shape) < _WHOLE * usual).reshape(len(steps), -1)
+    return {
+        int(rank): tuple(steps[i] for i in np.flatnonzero(few[:, rank])) for rank in np.flatnonzero(few.any(axis=0))
+    }
+
+
 def account(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid, steps: tuple[int, ...]) -> Accounts:
     """Adds up what each rank did."""
     shape = (len(steps), grid.size)
     work, host = np.full((*shape, len(Work)), np.nan), np.full((*shape, len(HOST)), np.nan)
     transfer, wait = np.full((*shape, len(DIMENSIONS)), np.nan), np.full((*shape, len(DIMENSIONS)), np.nan)
+    processor = np.full(shape, np.nan)
     dimension = np.array([DIMENSIONS.index(_DIMENSION_OF.get(key[0], "other")) for key in meetings.keys] + [5])
     for index, one in enumerate(ranks):
         rank = one.trace.rank
@@ -122,6 +150,7 @@ def account(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid, steps: t
                 place[at[number]] = j
                 work[j, rank] = one.busy[at[number]] / 1e9
                 host[j, rank] = transfer[j, rank] = wait[j, rank] = 0.0
+                processor[j, rank] = one.trace.processor[at[number]] / 1e9 if one.trace.processor else np.nan
         rows = meetings.of_rank(index)
         moved = np.zeros(len(one.trace.calls.start), dtype=np.int64)
         dims = np.full(len(moved), DIMENSIONS.index("other"))
@@ -138,5 +167,8 @@ def account(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid, steps: t
         kept = place[late.step] >= 0
         kind = np.where(late.what[kept] == LAUNCH, len(HOST) - 1, late.what[kept])
         np.add.at(host, (place[late.step][kept], rank, kind), (late.end[kept] - late.start[kept]) / 1e9)
+    for rank, numbers in incomplete(ranks, grid, steps).items():
+        for column in (work, host, transfer, wait):
+            column[[steps.index(number) for number in numbers], rank] = np.nan
     accounts = Accounts(grid, steps, work, host, transfer, wait)
-    return sharing_processors(accounts) if ranks[0].trace.device == "cpu" else accounts
+    return sharing_processors(accounts, processor) if ranks[0].trace.device == "cpu" else accounts

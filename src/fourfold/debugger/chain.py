@@ -32,7 +32,7 @@ OWN = (COMPUTING, MOVING, *HOST)
 
 _WAIT, _MOVE, _FIRST_PAUSE = 0, 1, 2  # states of a stretch; pauses of the host follow in the order of HOST
 _MOST_WAITS = 60_000  # of all ranks together that are followed: of more, the longest
-_KEPT = 0.97  # of a wait: smaller ways, which together are the rest, are left out of it
+_KEPT = 0.99  # of a wait: smaller ways, which together are the rest, are left out of it
 
 
 class Hop(NamedTuple):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fourfold.debugger.accounts import Accounts, account, common_steps
+from fourfold.debugger.accounts import Accounts, account, common_steps, incomplete
 from fourfold.debugger.clocks import Clocks, align
 from fourfold.debugger.idle import RankSteps, cut
 from fourfold.debugger.links import find_slow_links
@@ -149,17 +149,16 @@ def _notes(ranks: Sequence[RankSteps], layout: Layout, meetings: Meetings, steps
     alike: dict[str, list[str]] = defaultdict(list)
     for one in ranks:
         for note in one.trace.notes:
-            alike[re.sub(r"\d+", "0", note)].append(note)
+            alike[re.sub(r"\d+", "0", note)].append(f"rank {one.trace.rank}: {note}")
     for said in alike.values():
-        more = f" (and like it in {len(said) - 1} other traces)" if len(said) > 1 else ""
+        more = f" (and the like of {len(said) - 1} other ranks)" if len(said) > 1 else ""
         notes.append(f"{said[0]}{more}")
     if meetings.alone and not missing:
         notes.append(f"{meetings.alone:,} calls have no counterpart on some rank of their group")
-    cut_off = {one.trace.rank for one in ranks} - {
-        one.trace.rank for one in ranks if {*steps} <= {*one.trace.steps.number.tolist()}
-    }
-    if cut_off:
-        notes.append(f"rank {join_ranks(cut_off)} lacks some of the steps that others have")
+    notes += [
+        f"rank {rank}: step {', '.join(map(str, numbers))} is not whole, and left out"
+        for rank, numbers in incomplete(ranks, layout.grid, steps).items()
+    ]
     return tuple(notes)
 
 

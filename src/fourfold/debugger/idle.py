@@ -22,8 +22,6 @@ LAUNCH = len(Host)
 """Kind of a pause that nothing explains but its host, which launched late."""
 
 _TOUCH = 1_000  # ns by which a computation may seem to begin before what it waits for has ended
-_MUCH = 3  # times the median of its kind: so long an operator did not run all the time
-_STOP = 5_000_000  # ns: shorter interruptions are not looked for
 _MOST_SPANS = 5_000  # stretches of computing that are kept for pictures
 
 
@@ -61,15 +59,13 @@ def cut(trace: RankTrace) -> RankSteps:
     before = np.concatenate(([np.iinfo(np.int64).min], covered[:-1])) if len(covered) else covered
     first = np.maximum(works.start, before)
     own = np.maximum(works.end - first, 0)
-    stopped = _stopped(trace) if trace.device == "cpu" else np.zeros(len(own), dtype=np.int64)
-    own -= np.minimum(stopped, own)
     busy = np.zeros((num_steps, len(Work)), dtype=np.int64)
     known = works.step != UNKNOWN
     np.add.at(busy, (works.step[known], works.kind[known]), own[known])
     start, end = _windows(trace)
     pauses = _Pauses(trace)
     for step in range(num_steps):
-        inside = np.flatnonzero((works.step == step) & (works.end > first))
+        inside = np.flatnonzero((works.step == step) & (own > 0))
         free = int(start[step])
         # A pause lies before each computation that begins after all before it have ended.
         begins, ends = works.start[inside], covered[inside]
@@ -79,40 +75,8 @@ def cut(trace: RankTrace) -> RankSteps:
             free = max(free, done)
         if end[step] > free:
             pauses.add(step, free, int(end[step]))
-    for i in np.flatnonzero((stopped > 0) & known).tolist():
-        pauses.stopped(int(works.step[i]), int(works.end[i] - stopped[i]), int(works.end[i]))
     in_calls, by_host = pauses.pieces()
     return RankSteps(_light(trace), start, end, busy, in_calls, by_host, _spans(works.start, covered))
-
-
-def _stopped(trace: RankTrace) -> Times:
-    """Of each operator on a processor, the ns for which it cannot have run.
-
-    A processor that is slow, or has more to do, makes an operator longer whenever it comes. One that others use as
-    well, or that is stopped, makes it much longer once. So each is compared with those at the same place in other
-    computations of its stage, or in other steps.
-    """
-    works, labels = trace.works, trace.labels
-    took = works.end - works.start
-    if not len(took):
-        return took
-    chosen = [i for i, kind in enumerate(labels.kind) if kind in ("F", "B", "I", "W") and not labels.on_device[i]]
-    starts, ends = labels.start[chosen], labels.end[chosen]
-    at = np.searchsorted(starts, works.start, side="right") - 1
-    inside = (at >= 0) & (works.start < ends[at]) if len(chosen) else np.zeros(len(took), dtype=bool)
-    kinds = sorted({(labels.kind[i], int(labels.stage[i])) for i in chosen})
-    kind = np.array([kinds.index((labels.kind[i], int(labels.stage[i]))) for i in chosen] or [0])
-    where = np.where(inside, at, -1 - works.step)
-    _, run = np.unique(np.stack([where, works.name]), axis=1, return_inverse=True)
-    place = np.stack([np.where(inside, kind[at], UNKNOWN), works.name, occurrence(run.reshape(-1))])
-    _, like = np.unique(place, axis=1, return_inverse=True)
-    like = like.reshape(-1)
-    order = np.lexsort((took, like))
-    count = np.bincount(like)
-    middle = np.cumsum(count) - count + (count - 1) // 2
-    usual = took[order][middle][like]
-    odd = (took > _MUCH * usual) & (took - usual > _STOP)
-    return np.where(odd, took - usual, 0)
 
 
 def occurrence(values: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -181,10 +145,6 @@ class _Pauses:
             i -= 1
         if at > free:
             self._by_host(step, free, at)
-
-    def stopped(self, step: int, start: int, end: int) -> None:
-        """A stretch in which the host did not run."""
-        self.host_rows.append((start, end, step, LAUNCH))
 
     def _by_host(self, step: int, start: int, end: int) -> None:
         """What garbage collection, loader or optimizer explain of a pause of the host, and the rest."""

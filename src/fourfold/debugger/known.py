@@ -7,14 +7,14 @@ import warnings
 import numpy as np
 
 
-def mean(values: np.ndarray, axis: int | None = None) -> np.ndarray:
+def mean(values: np.ndarray, axis: int | tuple[int, ...] | None = None) -> np.ndarray:
     """Of what is not NaN; NaN where nothing is known."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that nothing is known is no mistake
         return np.nanmean(values, axis=axis)
 
 
-def median(values: np.ndarray, axis: int | None = None, *, keepdims: bool = False) -> np.ndarray:
+def median(values: np.ndarray, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> np.ndarray:
     """The same for the median."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)

@@ -13,8 +13,8 @@ import numpy as np
 
 from fourfold.debugger.accounts import DIMENSIONS, HOST, Accounts, sharing_processors
 from fourfold.debugger.reading.trace import Work
-from fourfold.debugger.whatif import Replay, make_replay
-from fourfold.layout import Action, Doing, Grid
+from fourfold.debugger.whatif import Computed, Replay, make_replay
+from fourfold.layout import Doing, Grid
 from fourfold.layout.actions import COMPUTE
 from fourfold.simulator.replay import Logs, RankLog, message_seconds
 
@@ -89,15 +89,15 @@ def replay_of_logs(logs: Logs, grid: Grid) -> Replay | None:
     return make_replay(grid, logs.step, computed, message)
 
 
-def _computations(log: RankLog, met: np.ndarray) -> list[tuple[Action, float, float]]:
-    """(action, own seconds, seconds of other things before it) of each computation."""
+def _computations(log: RankLog, met: np.ndarray) -> list[Computed]:
+    """What a rank computed, in order."""
     computing, stalled = (column / 1e9 for column in _own(log))
     late = sum(e.end - e.start - e.wait for e in log.extra if e.doing is Doing.LOAD) / 1e9
     rows = []
     for i, action in enumerate(log.actions):
         late += log.gap[i] / 1e9
         if action.kind in COMPUTE:
-            rows.append((action, float(computing[i] + met[i] / 1e9), float(late + stalled[i])))
+            rows.append(Computed(action, float(computing[i] + met[i] / 1e9), float(late), float(stalled[i])))
             late = 0.0
         else:
             late += float(computing[i] + stalled[i])

@@ -25,6 +25,7 @@ MOST_CULPRITS = 16
 _LONGER_STAGE = 1.10  # times the other stages, against its expected share
 _MATTERS = 0.05  # of the step: what documents or a long stage must cost to be the answer
 _WAITS = 0.2  # of the step: with so much waiting for peers of which none stands out, something is wrong all the same
+_BESIDE = 0.3  # of the first's excess: with less, on processors that others have as well, a second stands out by chance
 _AT_LEAST = 0.005  # of the step: so much a second culprit must cost, once those before it are mended
 _ALIKE = 0.6  # of the largest relative excess: a class of work with so much is slow as well
 
@@ -151,14 +152,15 @@ def _one_after_another(accounts: Accounts, shares: tuple[float, ...]) -> tuple[S
     """Finds a culprit, takes its rank away, and looks again: what is slow hides what is less slow."""
     first = found = find_suspects(accounts, shares)
     ranks: list[int] = []
-    rotating = first.rotating
     left = accounts
     while found.ranks and len(ranks) < MOST_CULPRITS:
-        ranks.append(found.ranks[0])
-        left = _without(left, found.ranks[0])
+        rank = found.ranks[0]
+        if ranks and accounts.on_processor and found.per_rank[rank] < _BESIDE * first.per_rank[ranks[0]]:
+            break
+        ranks.append(rank)
+        left = _without(left, rank)
         found = find_suspects(left, shares)
-    per_rank = first.per_rank.copy()
-    return dataclasses.replace(first, per_rank=per_rank, ranks=tuple(ranks), rotating=rotating), ranks
+    return dataclasses.replace(first, ranks=tuple(ranks)), ranks
 
 
 def _without(accounts: Accounts, rank: int) -> Accounts:
@@ -242,8 +244,12 @@ def _with_gains(
 
 
 def _mended(culprit: Culprit, accounts: Accounts) -> Change:
-    if culprit.kind == "cpu":
+    if culprit.kind == "cpu" and not (accounts.on_processor and culprit.cause == "launches"):
         return lambda replay: replay.in_time(culprit.ranks)
+    if culprit.kind == "cpu":  # it is interrupted anywhere
+        rank = culprit.ranks[0]
+        own = float(mean(accounts.own[:, rank]))
+        return lambda replay: replay.at_speed({rank: max(1 - culprit.excess / own, 0.0)}, with_pauses=True)
     if culprit.kind == "compute":
         rank = culprit.ranks[0]
         busy = float(mean(accounts.work[:, rank].sum(axis=1)))

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from fourfold.debugger.idle import RankSteps
 from fourfold.debugger.meetings import Meetings
-from fourfold.debugger.reading.trace import Call
+from fourfold.debugger.reading.trace import MESSAGES, Call
 from fourfold.debugger.suspects import typical
 from fourfold.layout import Action, Grid, Kind, Schedule
 from fourfold.layout.actions import COMPUTE
@@ -39,16 +40,17 @@ class Replay:
         step: its number.
         graph: of its computations and messages.
         own: seconds of each computation on every replica of its pipeline rank, without waiting.
-        late: seconds of its host before it.
+        before: seconds that its host was late before it came to wait for what it needs.
+        after: seconds that its host was late once all was there, and inside of it.
         message: seconds of a message of each pair of pipeline ranks, on every replica.
-        first_ends: seconds before the first computation and after the last that are nobody's wait.
     """
 
     grid: Grid
     step: int
     graph: Graph = field(repr=False)
     own: Mapping[Action, Lane] = field(repr=False)
-    late: Mapping[Action, Lane] = field(repr=False)
+    before: Mapping[Action, Lane] = field(repr=False)
+    after: Mapping[Action, Lane] = field(repr=False)
     message: Mapping[tuple[int, int], Lane] = field(repr=False)
 
     def seconds(self) -> float:
@@ -61,20 +63,27 @@ class Replay:
 
     def at_speed(self, ranks: Mapping[int, float], *, with_pauses: bool = False) -> Replay:
         """Some ranks, by global rank, compute in this share of the time that they took, and pause for as much less."""
-        late = self._scaled(self.late, ranks) if with_pauses else self.late
-        return dataclasses.replace(self, own=self._scaled(self.own, ranks), late=late)
+        scaled = dataclasses.replace(self, own=self._scaled(self.own, ranks))
+        if not with_pauses:
+            return scaled
+        before, after = self._scaled(self.before, ranks), self._scaled(self.after, ranks)
+        return dataclasses.replace(scaled, before=before, after=after)
 
     def in_time(self, ranks: Sequence[int]) -> Replay:
         """The hosts of some ranks are as late as those of their peers."""
-        late = {}
-        for action, lanes in self.late.items():
-            usual = typical(lanes, (0, 1, 2))
-            late[action] = lanes.copy()
+        return dataclasses.replace(self, before=self._usual(self.before, ranks), after=self._usual(self.after, ranks))
+
+    def _usual(self, late: Mapping[Action, Lane], ranks: Sequence[int]) -> dict[Action, Lane]:
+        """With the peers' instead of some ranks' own, where that is less."""
+        out = {}
+        for action, lanes in late.items():
+            usual = float(typical(lanes, (0, 1, 2))[0, 0, 0])
+            out[action] = lanes.copy()
             for rank in ranks:
                 at = self.grid.coordinates(rank)
                 if at.pp == self.graph.schedule.rank_of(action.stage):
-                    late[action][at.dp, at.cp, at.tp] = min(float(usual[0, 0, 0]), lanes[at.dp, at.cp, at.tp])
-        return dataclasses.replace(self, late=late)
+                    out[action][at.dp, at.cp, at.tp] = min(usual, lanes[at.dp, at.cp, at.tp])
+        return out
 
     def even_documents(self) -> Replay:
         """In each computation, replicas and CP ranks have the mean of what they have to do."""
@@ -101,6 +110,15 @@ class Replay:
         return {action: own * factor[self.graph.schedule.rank_of(action.stage)] for action, own in lanes.items()}
 
 
+class Computed(NamedTuple):
+    """One computation of one rank, in seconds as in `Replay`."""
+
+    action: Action
+    own: float
+    before: float
+    after: float
+
+
 class _Costs:
     """Costs of a measured step."""
 
@@ -114,10 +132,10 @@ class _Costs:
         return 1
 
     def host(self, node: Node) -> Lanes:
-        return self._replay.late[node.action]
+        return self._replay.before[node.action]
 
     def computation(self, node: Node, start: Lanes) -> Spent:
-        own = self._replay.own[node.action]
+        own = self._replay.own[node.action] + self._replay.after[node.action]
         # Ranks of a TP and CP group meet many times in a computation: they end it with the slowest.
         end = latest(latest(start + own, 2), 1) + np.zeros_like(own)
         return Spent(end, {"compute": own}, 0.0)
@@ -132,7 +150,7 @@ class _Costs:
 def make_replay(
     grid: Grid,
     step: int,
-    computed: Mapping[int, Sequence[tuple[Action, float, float]]],
+    computed: Mapping[int, Sequence[Computed]],
     message: Mapping[tuple[int, int], float],
 ) -> Replay | None:
     """A step from what each rank computed.
@@ -140,7 +158,7 @@ def make_replay(
     Args:
         grid: the layout.
         step: its number.
-        computed: by global rank, (action, own seconds, seconds that its host was late) in order.
+        computed: by global rank, its computations in order.
         message: seconds of a message by (sender, receiver), global ranks.
 
     Returns:
@@ -149,7 +167,7 @@ def make_replay(
     lists: list[list[Action]] = [[] for _ in range(grid.pp)]
     for rank, rows in computed.items():
         pp_rank = grid.coordinates(rank).pp
-        actions = [action for action, _, _ in rows]
+        actions = [row.action for row in rows]
         if lists[pp_rank] and lists[pp_rank] != actions:
             return None
         lists[pp_rank] = actions
@@ -170,17 +188,17 @@ def make_replay(
         actions=tuple(map(tuple, lists)),
     )
     try:
-        graph = compile_graph(schedule)
+        graph = compile_graph(schedule, in_line=True)  # hosts are late before they wait
     except ValueError:  # some ranks' computations are missing
         return None
     shape = (grid.dp, grid.cp, grid.tp)
-    own = {action: np.full(shape, np.nan) for actions in lists for action in actions}
-    late = {action: np.full(shape, np.nan) for action in own}
+    tables = [{action: np.full(shape, np.nan) for actions in lists for action in actions} for _ in range(3)]
     for rank, rows in computed.items():
         at = grid.coordinates(rank)
-        for action, seconds, behind in rows:
-            own[action][at.dp, at.cp, at.tp], late[action][at.dp, at.cp, at.tp] = seconds, behind
-    for table in (own, late):
+        for action, *seconds in rows:
+            for table, value in zip(tables, seconds, strict=True):
+                table[action][at.dp, at.cp, at.tp] = value
+    for table in tables:
         for action, lanes in table.items():
             table[action] = np.where(np.isnan(lanes), typical(lanes, (0, 1, 2)), lanes)
     pairs = {(node.pp_rank, node.receiver) for node in graph.nodes if node.receiver >= 0}
@@ -190,22 +208,53 @@ def make_replay(
         at, to = grid.coordinates(source), grid.coordinates(destination)
         if (at.pp, to.pp) in sent:
             sent[at.pp, to.pp][at.dp, at.cp, at.tp] = seconds
-    return Replay(grid, step, graph, own, late, sent)
+    return Replay(grid, step, graph, *tables, sent)
 
 
 def replay_of_traces(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid, step: int) -> Replay | None:
-    """A step from labelled traces; None if they have no labels of computations."""
+    """A step from labelled traces.
+
+    Without labels a step can only be replayed if it has no pipeline: then all that a rank computes is one computation.
+    None if it cannot.
+    """
     computed = {}
     for index, one in enumerate(ranks):
         rows = _computations(one, meetings, index, step)
         if rows:
             computed[one.trace.rank] = rows
+    if not computed and grid.pp == 1:
+        computed = _whole_steps(ranks, meetings, step)
     if not computed:
         return None
     return make_replay(grid, step, computed, _messages(meetings))
 
 
-def _computations(one: RankSteps, meetings: Meetings, index: int, step: int) -> list[tuple[Action, float, float]]:
+def _whole_steps(ranks: Sequence[RankSteps], meetings: Meetings, step: int) -> dict[int, Sequence[Computed]]:
+    """Of each rank that has the step, all that it did, as one computation."""
+    out: dict[int, Sequence[Computed]] = {}
+    for index, one in enumerate(ranks):
+        where = np.flatnonzero(one.trace.steps.number == step)
+        if len(where):
+            waits = _turned(one, meetings, index) - one.in_calls.start
+            waited = int(waits[one.in_calls.step == where[0]].sum())
+            late = one.by_host.step == where[0]
+            paused = int((one.by_host.end - one.by_host.start)[late].sum())
+            own = int(one.end[where[0]] - one.start[where[0]]) - waited - paused
+            out[one.trace.rank] = [Computed(Action(Kind.FORWARD, 0, 0), own / 1e9, paused / 1e9, 0.0)]
+    return out
+
+
+def _turned(one: RankSteps, meetings: Meetings, index: int) -> np.ndarray:
+    """Of each piece of a pause in a call, when waiting turns into transfer."""
+    calls = one.trace.calls
+    moved = np.zeros(len(calls.start), dtype=np.int64)
+    rows = meetings.of_rank(index)
+    moved[meetings.call[rows]] = meetings.transfer[rows]
+    pieces = one.in_calls
+    return np.clip(calls.end[pieces.what] - moved[pieces.what], pieces.start, pieces.end)
+
+
+def _computations(one: RankSteps, meetings: Meetings, index: int, step: int) -> list[Computed]:
     """A rank's computations in a step: busy with each, and how late its host came to it."""
     trace, labels = one.trace, one.trace.labels
     where = np.flatnonzero(trace.steps.number == step)
@@ -223,24 +272,31 @@ def _computations(one: RankSteps, meetings: Meetings, index: int, step: int) -> 
     if not chosen:
         return []
     starts, ends = labels.start[chosen], labels.end[chosen]
-    moved = np.zeros(len(trace.calls.start), dtype=np.int64)
-    rows = meetings.of_rank(index)
-    moved[meetings.call[rows]] = meetings.transfer[rows]
-    pieces = one.in_calls
-    turned = np.clip(trace.calls.end[pieces.what] - moved[pieces.what], pieces.start, pieces.end)
-    # A wait lies inside of one computation or outside of all. The host is late before one.
+    pieces, turned = one.in_calls, _turned(one, meetings, index)
+    # A wait lies inside of one computation or outside of all.
     waits = _inside(starts, ends, pieces.start, turned)
-    before = np.concatenate(([begin], ends[:-1]))
-    late = _inside(before, starts, one.by_host.start, one.by_host.end)
-    within = _inside(starts, ends, one.by_host.start, one.by_host.end)
-    return [
-        (
-            Action(_KINDS[labels.kind[i]], int(labels.stage[i]), int(labels.micro_batch[i])),
-            max(int(ends[n] - starts[n] - waits[n] - within[n]), 0) / 1e9,
-            int(late[n] + within[n]) / 1e9,
-        )
-        for n, i in enumerate(chosen)
-    ]
+    free = np.concatenate(([begin], ends[:-1]))
+    there = _received(free, starts, one)
+    late = one.by_host
+    before = _inside(free, there, late.start, late.end)
+    after = _inside(there, starts, late.start, late.end)
+    within = _inside(starts, ends, late.start, late.end)
+    own = np.maximum(ends - starts - waits - within, 0)
+    columns = ((column / 1e9).tolist() for column in (own, before, after + within))
+    actions = [Action(_KINDS[labels.kind[i]], int(labels.stage[i]), int(labels.micro_batch[i])) for i in chosen]
+    return [Computed(*row) for row in zip(actions, *columns, strict=True)]
+
+
+def _received(free: np.ndarray, starts: np.ndarray, one: RankSteps) -> np.ndarray:
+    """When the last message came in each pause between two computations; its end if none did."""
+    pieces = one.in_calls
+    messages = np.isin(one.trace.calls.kind[pieces.what], MESSAGES)
+    ended = pieces.end[messages]
+    at = np.searchsorted(free, ended, side="right") - 1
+    fits = (at >= 0) & (ended <= starts[at])
+    out = np.full(len(starts), -1)
+    np.maximum.at(out, at[fits], ended[fits])
+    return np.where(out < 0, starts, out)
 
 
 def _inside(starts: np.ndarray, ends: np.ndarray, begun: np.ndarray, ended: np.ndarray) -> np.ndarray:

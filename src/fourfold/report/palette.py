@@ -18,7 +18,7 @@ KIND_NAMES = {
     "GATHER": "gathers weights",
     "REDUCE": "reduces gradients",
     "STEP": "optimizer and fixed cost",
-    "WORK": "other computing",
+    "WORK": "computing without a name",
     "TP": "TP collective",
     "CP": "CP collective",
     "PP": "message",

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,35 @@ def test_things_that_are_no_events_and_commas_too_many(tmp_path):
     assert [e.name for e in found] == ["a", "b"]
     assert document.header.fourfold == 1
     assert document.notes == ()
+
+
+@pytest.mark.parametrize("piece", [1 << 15, 1 << 17, 1 << 22])
+def test_events_larger_than_any_that_was_seen(tmp_path, piece):
+    large = event(1, "large", args={"x": [{"name": "}{", "id": i} for i in range(20_000)]})
+    path = tmp_path / "t.json"
+    text = json.dumps([event(0), large, event(2), event(3, "y" * 300_000), event(4)])
+    path.write_text(text.replace('"}{", "id": 7}', '"}{", "id": nan}'))
+    assert [name[:5] for name in names(path, piece)] == ["k", "large", "k", "yyyyy", "k"]
+
+
+def test_a_file_full_of_damage_is_read_to_its_end(tmp_path):
+    text = json.dumps([event(i, f"k{i}", args={"grid": [1, 2]}) for i in range(30_000)])
+    path = tmp_path / "t.json"
+    path.write_text(re.sub(r'"k(\d+)00"', r'"k\g<1>00', text))
+    document, found = load(path)
+    assert sum(e.ts is not None for e in found) == 29_701
+    assert document.notes[0].startswith("299 damaged places skipped")
+
+
+def test_garbage_without_end_is_not_kept(tmp_path):
+    path = tmp_path / "t.json"
+    with path.open("wb") as file:
+        file.write(json.dumps([event(0)]).encode()[:-1] + b",")
+        file.write(bytes(range(256)) * 20_000)
+        file.write(b"," + json.dumps([event(1)]).encode()[1:])
+    document, found = load(path, 1 << 16)
+    assert [e.ts for e in found] == [0, 1.5]
+    assert "one damaged place skipped, 5,1" in document.notes[0]
 
 
 def test_numbers_that_json_does_not_have(tmp_path):

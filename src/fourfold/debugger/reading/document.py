@@ -45,7 +45,10 @@ _NO_CONTROL = bytes.maketrans(_SPACES, b" " * len(_SPACES))
 _ESCAPE = re.compile(rb'\\(?:(["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})|u[0-9a-fA-F]{4}|.?)', re.DOTALL)
 _NO_NUMBER = re.compile(rb"([:,\[]\s*)[-+]?(?:nan|inf(?:inity)?)\b(?:\([^)]*\))?", re.IGNORECASE)
 
+_HEADER = 64 << 20  # bytes that are read beside the events
 _LARGE = 1 << 20  # bytes that no event has: one that goes on for longer lacks its end
+_USUAL = 1 << 16  # bytes that events hardly have
+_OVERLAP = 256  # bytes in which the start of an event has room
 _WINDOW = 1 << 16  # bytes at the end of a block in which a place to cut is looked for
 _TRIES = 4
 
@@ -175,6 +178,8 @@ class Document:
             if found is not None:
                 self._take_header(text[start : found - 1] + b"[]}")
                 return text[found:], found, is_last
+            if len(text) > _HEADER:
+                raise ValueError(f'{self.path}: no trace: no "traceEvents" in its first {len(text):,} bytes')
             piece, is_last = next(self._pieces)
             text += piece
 
@@ -253,9 +258,12 @@ class Document:
                 if not is_last and not text[pos + 1 :].strip():
                     break
                 return Block(events, _listed(texts)), pos + 1, True
-            match = _BALANCED.match(text, pos) if text[pos : pos + 1] == b"{" else None
-            event, good = self._decoded(match[0], at + pos) if match else (None, b"")
+            match = self._whole_event(text, pos)
+            found = match[0] if match else b""
+            event, good = self._decoded(found) if match else (None, b"")
             if match and event is not None:
+                if good is not found:
+                    self._replace(at + pos)
                 events.append(event)
                 texts.append(good)
                 pos = _gap(text, match.end())
@@ -264,6 +272,9 @@ class Document:
                 break
             start = _START.search(text, pos + 1)
             if start is None and not is_last:
+                after = max(len(text) - _OVERLAP, pos)
+                self._skip(at + pos, at + after)
+                pos = after
                 break
             if start is None and text[pos : pos + 1] == b"{" and not match:
                 self._torn = True
@@ -275,24 +286,43 @@ class Document:
             self._open_at = at + min(pos, len(text))
         return Block(events, _listed(texts)), pos, False
 
-    def _decoded(self, text: bytes, at: int) -> tuple[Event | None, bytes]:
+    def _whole_event(self, text: bytes, pos: int) -> re.Match[bytes] | None:
+        """An event that begins here and ends somewhere; None if there is none."""
+        if text[pos : pos + 1] != b"{":
+            return None
+        match = _BALANCED.match(text, pos, pos + _USUAL)
+        if match is not None or len(text) - pos <= _USUAL:
+            return match
+        # Longer than events are: if soon another begins that is whole, this one has lost its end.
+        start = _START.search(text, pos + 1, pos + _USUAL)
+        found = start and _BALANCED.match(text, start.start(), start.start() + _USUAL)
+        other = self._decoded(found[0])[0] if found else None
+        if other is not None and other.ph is not None and other.ts is not None:
+            return None
+        return _BALANCED.match(text, pos, pos + _LARGE)
+
+    def _decoded(self, text: bytes) -> tuple[Event | None, bytes]:
+        """An event, if need be after repairs, and the text that it is in."""
         try:
             return self._event.decode(text), text
         except msgspec.DecodeError:
             text = _repaired(text)
         try:
-            event = self._event.decode(text)
+            return self._event.decode(text), text
         except msgspec.DecodeError:
             return None, b""
-        self._replace(at)
-        return event, text
 
     def _end(self, text: bytes) -> None:
         """Reads what follows the list of events."""
-        rest = [text, *(piece for piece, _ in self._pieces)]
+        rest = [text]
+        for piece, _ in self._pieces:
+            if sum(map(len, rest)) < _HEADER:
+                rest.append(piece)
         self._take_header(b'{"traceEvents":[]' + b"".join(rest))
 
     def _skip(self, start: int, end: int) -> None:
+        if start == end:
+            return
         if self._skipped and self._skipped[-1][1] == start:
             start = self._skipped.pop()[0]
         self._skipped.append((start, end))

@@ -144,7 +144,8 @@ def read_all(
     if not files:
         raise ValueError("no files to read")
     reader = _Reader(files, reduce, keep)
-    workers = min(workers or len(os.sched_getaffinity(0)), len(files))
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(workers or processors, len(files))
     answers = map(reader.read, range(len(files))) if workers == 1 else _in_parallel(reader, workers)
     owners: dict[int, Path] = {}
     results: dict[int, T] = {}
@@ -178,6 +179,7 @@ def _in_parallel(reader: _Reader[T], workers: int) -> Iterator[_Answer[T]]:
     """The answers as they come. Processes are forked, so that `reduce` may be any function."""
     context = get_context("fork")
     ends = []
+    processes: list[ForkProcess] = []
     running: dict[connection.Connection, tuple[ForkProcess, int]] = {}
     waiting = iter(range(len(reader.files)))
     try:
@@ -185,6 +187,7 @@ def _in_parallel(reader: _Reader[T], workers: int) -> Iterator[_Answer[T]]:
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(reader, there, [*ends, here]), daemon=True)
             process.start()
+            processes.append(process)
             there.close()
             ends.append(here)
             number = next(waiting)
@@ -211,6 +214,8 @@ def _in_parallel(reader: _Reader[T], workers: int) -> Iterator[_Answer[T]]:
             process.terminate()
         for end in running:
             end.close()
+        for process in processes:
+            process.join()
 
 
 def _ended(process: ForkProcess) -> str:

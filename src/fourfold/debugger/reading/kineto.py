@@ -192,7 +192,7 @@ def _trace(recording: Recording, facts: _Facts, rank: int) -> RankTrace:
         rank,
         facts.world_size,
         "gpu" if len(device) else "cpu",
-        _since_1970(facts.base, zero),
+        _origin(facts.base, zero),
         facts.host,
         tuple(groups.found),
         tuple(names[name] for name in used),
@@ -208,9 +208,9 @@ def _trace(recording: Recording, facts: _Facts, rank: int) -> RankTrace:
     )
 
 
-def _since_1970(base: int, zero: int) -> int:
-    """Of times with a base, or that are dates themselves; 0 of those since the start of a machine."""
-    return zero if zero > _EPOCH else base + zero if base + zero > _EPOCH else 0
+def _origin(base: int, zero: int) -> int:
+    """Of times with a base, or that are dates themselves, since 1970; of others since the start of a machine."""
+    return zero if zero > _EPOCH else base + zero
 
 
 def _since(table: Table, zero: int) -> Table:

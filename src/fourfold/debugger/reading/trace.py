@@ -159,7 +159,7 @@ class RankTrace:
     """0 if unknown."""
     device: Literal["gpu", "cpu"]
     origin: int
-    """Nanoseconds since 1970 of time 0, as the rank's clock has it; 0 if unknown."""
+    """Nanoseconds of time 0 by the rank's own clock, which counts from 1970, or from when its machine was started."""
     host: str
     """Name or number of the machine whose clock this is, if it is known; else empty."""
     groups: tuple[Group, ...]

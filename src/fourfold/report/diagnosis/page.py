@@ -35,7 +35,8 @@ def diagnosis_page(found: Diagnosis) -> drawing.Page:
     waiting, timeline = None, None
     if found.traces and found.meetings is not None and found.clocks is not None:
         chains = Chains(found.traces, found.meetings, found.clocks, step)
-        waiting = Waiting(chains, step, found.device, culprits, culprit_ends(found))
+        if len(found.traces) > 1:
+            waiting = Waiting(chains, step, found.device, culprits, culprit_ends(found))
         timeline = trace_timeline(found, chains, step)
     elif found.replays:
         nearest = min(found.replays, key=lambda replay: abs(replay.step - step))

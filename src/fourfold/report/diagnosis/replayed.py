@@ -55,7 +55,8 @@ def _computations(replay: Replay, played: Played, rank: int) -> Iterator[tuple[B
         if node.needs != NONE and start - late - begun > _ROUNDING:
             needed = played.graph.nodes[node.needs]
             source = grid.rank(tp=at.tp, cp=at.cp, pp=needed.pp_rank, dp=at.dp)
-            gaps.append(Gap(begun, start - late, f"Waits for a message from rank {source}: {needed.action}."))
+            what = f"{needed.stage}{needed.kind.value.removeprefix('SEND_')}{needed.micro_batch}"
+            gaps.append(Gap(begun, start - late, f"Waits for a message from rank {source}: the result of {what}."))
         if end - done > _ROUNDING:
             cp, tp = np.unravel_index(int(ready[at.dp].argmax()), ready[at.dp].shape)
             slowest = grid.rank(tp=int(tp), cp=int(cp), pp=at.pp, dp=at.dp)

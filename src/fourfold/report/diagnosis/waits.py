@@ -22,7 +22,7 @@ _DIMENSIONS = {
     "dp": "DP's ",
     "fsdp": "FSDP's ",
     "world": "all ranks' ",
-    "other": "a ",
+    "other": "a group's ",
 }
 _CALLS = {
     Call.ALL_REDUCE: "all-reduce",
@@ -41,9 +41,12 @@ _WHY = {
     "garbage": "collects garbage",
     "loader": "is at its data loader",
     "optimizer": "is kept by its host around the optimizer",
-    "launch": "is kept by its host, which launches late",
+    "launch": "launches late",
 }
-_NOT_RUNNING = "neither computes nor waits: it is stopped, or others have its processor"
+_ON_CPU = {
+    COMPUTING: "takes longer",  # a trace does not show when others have the processor
+    "launch": "neither computes nor waits: it is stopped, or others have its processor",
+}
 
 
 def rank_words(rank: int) -> str:
@@ -53,15 +56,15 @@ def rank_words(rank: int) -> str:
 
 def call_words(dimension: str, kinds: Sequence[Call]) -> str:
     """In what a rank waits: messages; TP's all-gather and reduce-scatter."""
-    if any(kind in MESSAGES for kind in kinds):
+    if kinds and kinds[0] in MESSAGES:
         return "messages"
     names = list(dict.fromkeys(_CALLS.get(kind, "collective") for kind in kinds[:2])) or ["collective"]
-    return _DIMENSIONS.get(dimension, "a ") + " and ".join(names)
+    return _DIMENSIONS[dimension] + " and ".join(names)
 
 
 def why_words(doing: str, device: str) -> str:
     """Why a rank is late by its own doing. `device`: what computes, "gpu" or "cpu"."""
-    return _NOT_RUNNING if device == "cpu" and doing == "launch" else _WHY[doing]
+    return (_WHY | _ON_CPU if device == "cpu" else _WHY)[doing]
 
 
 def way_sentence(way: Way, kind: Call, device: str) -> str:
@@ -77,16 +80,17 @@ def way_sentence(way: Way, kind: Call, device: str) -> str:
     return f"{'; '.join(parts)}."
 
 
+def _for_whom(wait: Wait) -> str:
+    what, whom = call_words(wait.hop.dimension, wait.kinds), rank_words(wait.hop.awaited)
+    return f"for {what} from {whom}" if wait.kinds[0] in MESSAGES else f"in {what} for {whom}"
+
+
 def path_sentence(path: Sequence[Wait], blamed: Collection[tuple[int, str]], device: str) -> str:
-    """A way with its seconds: 12 ms in messages for rank 4; 9 ms of it because rank 4 waited in TP's ... for rank 5."""
+    """A way with its seconds: 12 ms for messages from rank 4; 9 ms of it because rank 4 waited in ... for rank 5."""
     first, *rest = path
-    text = f"{duration(first.seconds)} in {call_words(first.hop.dimension, first.kinds)} for "
-    text += rank_words(first.hop.awaited)
+    text = f"{duration(first.seconds)} {_for_whom(first)}"
     for wait in rest:
-        text += (
-            f"; {duration(wait.seconds)} of it because rank {wait.hop.waiting} waited in "
-            f"{call_words(wait.hop.dimension, wait.kinds)} for {rank_words(wait.hop.awaited)}"
-        )
+        text += f"; {duration(wait.seconds)} of it because rank {wait.hop.waiting} waited {_for_whom(wait)}"
     last = path[-1]
     ending = [doing for doing in last.doing if (last.hop.awaited, doing) in blamed] or list(last.doing)
     # Of whom nothing is known, it has been said.

@@ -41,7 +41,8 @@ def timeline_section(timeline: Timeline) -> Iterable[str]:
         f'left and right move, up and down choose a row, n and p go from box to box." '
         f'data-row-height="{row}" style="height:{height}px"></div>'
     )
-    yield f'<p class="hint">{escape(_reading(timeline))}</p>'
+    if np.any(timeline.boxes.micro_batch >= 0):
+        yield f'<p class="hint">{escape(_reading(timeline))}</p>'
     yield f'<p class="hint keys">{_KEYS}</p></section>'
 
 
