@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fourfold.debugger import Culprit, Diagnosis, diagnose_traces
+from fourfold.debugger.slow import Culprit, Diagnosis, diagnose_traces
 from fourfold.layout import Grid
 from fourfold.planner.machines.cluster import cluster
 from fourfold.planner.timing.stack import load_stack
@@ -181,9 +181,7 @@ def main() -> None:
         print(json.dumps({"ranks": arguments.ranks, "rows": rows, "wrong": wrong}))
         return
     print(f"{arguments.ranks} ranks, {sum(row['cases'] for row in rows)} cases in {time.perf_counter() - began:.0f} s")
-    print(
-        f"{'planted':<9}{'factor':>7}{'cases':>7}{'right':>8}   excess found / planted, gain found / true (median, worst)"
-    )
+    print(f"{'planted':<9}{'factor':>7}{'cases':>7}{'right':>8}   found / planted: excess, gain (median, worst)")
     for row in rows:
         more = "".join(f"   {row[key][0]:5.2f} {row[key][1]:5.2f}" if row[key] else "" for key in ("excess", "gain"))
         print(f"{row['kind']:<9}{row['factor']:>7}{row['cases']:>7}{row['right'] / row['cases']:>8.1%}{more}")

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from fourfold.debugger.ask import ask
-from fourfold.debugger.diagnosis import Diagnosis
+from fourfold.debugger.slow.diagnosis import Diagnosis
 from fourfold.model.llama import Layer
 from fourfold.recipe import RunPlan, check, from_table
 from fourfold.trainer.batches import Loader

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fourfold.debugger import Diagnosis, diagnose_traces, judge_ranks
-from fourfold.debugger.accounts import DIMENSIONS, HOST, Accounts
-from fourfold.debugger.idle import cut
-from fourfold.debugger.places import Layout
 from fourfold.debugger.reading.trace import RankTrace, Work
-from fourfold.debugger.verdict import judge
-from fourfold.debugger.whatif import make_replay
+from fourfold.debugger.slow import Diagnosis, diagnose_traces, judge_ranks
+from fourfold.debugger.slow.accounts import DIMENSIONS, HOST, Accounts
+from fourfold.debugger.slow.idle import cut
+from fourfold.debugger.slow.places import Layout
+from fourfold.debugger.slow.verdict import judge
+from fourfold.debugger.slow.whatif import Computed, make_replay
 from fourfold.layout import Action, Grid, Kind
 from fourfold.report import drawing
 from fourfold.report.diagnosis import diagnosis_page
@@ -214,12 +214,12 @@ def action_logs() -> Diagnosis:
     forward, backward = Kind.FORWARD, Kind.BACKWARD
     computed = {
         rank: [
-            (Action(forward, stage, 0), 40e-3 if rank == 1 else 10e-3, 0.0),
-            (Action(backward, stage, 0), 10e-3, 5e-3 if rank == 0 else 0.0),
+            Computed(Action(forward, stage, 0), 40e-3 if rank == 1 else 10e-3, 0.0, 0.0),
+            Computed(Action(backward, stage, 0), 10e-3, 5e-3 if rank == 0 else 0.0, 0.0),
         ]
         for rank, stage in ((0, 0), (1, 0), (2, 1), (3, 1))
     }
-    step = make_replay(grid, 3, computed, {(0, 2): 1e-3, (2, 0): 1e-3, (1, 3): 1e-3, (3, 1): 1e-3})
+    step = make_replay(grid, 3, 0.1, computed, {(0, 2): 1e-3, (2, 0): 1e-3, (1, 3): 1e-3, (3, 1): 1e-3})
     assert step is not None
     work = np.zeros((1, 4, len(Work)))
     work[0, :, Work.GEMM] = [20e-3, 50e-3, 20e-3, 20e-3]
@@ -251,8 +251,8 @@ def test_action_logs_are_played_again() -> None:
     # Forward 40 ms with the TP peer, message 1; forward and backward 20 on the second stage, message 1; backward.
     forward, backward = row_of(timeline, 0)
     assert forward == ("F", 0, 0, 0, 10, 0, "")
-    assert backward[:5] == ("B", 0, 0, 67, 77)
-    assert backward[5] == 57
+    assert backward[:5] == ("B", 0, 0, 62, 72)  # its host is late while it waits: that costs nothing
+    assert backward[5] == 52
     assert backward[6] == "Waits for rank 1, its TP or CP peer, which computes longer."
     assert row_of(timeline, 1)[1][6].startswith("Waits for a message from rank 3: the result of 1B0.")
     assert row_of(timeline, 2)[0] == ("F", 1, 0, 41, 51, 41, "Waits for a message from rank 0: the result of 0F0.")

@@ -16,7 +16,7 @@ from fourfold.cli.drawings import check_drawings, write_drawings
 from fourfold.cli.errors import USER_ERROR, fail
 
 if TYPE_CHECKING:
-    from fourfold.debugger.diagnosis import Progress
+    from fourfold.debugger.slow.diagnosis import Progress
 
 Flag = Annotated[bool, Parameter(negative=())]
 

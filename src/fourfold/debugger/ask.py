@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fourfold.debugger.diagnosis import Diagnosis, Progress, diagnose_traces, some
 from fourfold.debugger.hangs import Hang, find_hang, is_hang_source
-from fourfold.debugger.logs import accounts_of_logs, is_logs, replay_of_logs
-from fourfold.debugger.places import Layout, layout_of_run, parse_layout
 from fourfold.debugger.reading import find, read_all, write_merged
 from fourfold.debugger.reading.trace import RankTrace
+from fourfold.debugger.slow import Diagnosis, diagnose_logs, diagnose_traces, is_logs
+from fourfold.debugger.slow.diagnosis import Progress
+from fourfold.debugger.slow.places import parse_layout
 from fourfold.debugger.tables import TableVerdict, analyse, is_table, read_table
 from fourfold.debugger.tables import judge as judge_table
-from fourfold.debugger.verdict import judge
-from fourfold.layout import Grid
-from fourfold.simulator.replay import read_action_logs
 
 Answer = Diagnosis | TableVerdict | Hang
 
@@ -53,39 +50,6 @@ def ask(
     if is_logs(path) and not (path / "profile").is_dir():
         return diagnose_logs(path, layout=grid, steps=steps)
     return diagnose_traces(path, layout=grid, steps=steps, workers=workers, keep=keep, progress=progress)
-
-
-def diagnose_logs(folder: Path, *, layout: Grid | None = None, steps: tuple[int, int] | None = None) -> Diagnosis:
-    """Diagnoses action logs of our trainer. ValueError: they are damaged, or of another layout."""
-    grid = layout or layout_of_run(folder)
-    newest = read_action_logs(folder, num_ranks=None if grid is None else grid.size)
-    if grid is None:
-        raise ValueError(f"{folder}: the logs do not say the layout; give --layout tp=...,cp=...,pp=...,dp=...")
-    chosen = tuple(step for step in newest.steps if steps is None or steps[0] <= step <= steps[1])
-    if not chosen:
-        raise ValueError(
-            f"--steps: no whole step of the logs is among them; there are {newest.steps[0]} to {newest.steps[-1]}"
-        )
-    logs = [read_action_logs(folder, step, num_ranks=grid.size) for step in chosen]
-    accounts = accounts_of_logs(logs, grid)
-    replays = tuple(
-        replay for one in logs if one.step in some(chosen) and (replay := replay_of_logs(one, grid)) is not None
-    )
-    verdict, suspects = judge(accounts, replays=replays)
-    source = "given" if layout is not None else "run.json"
-    return Diagnosis(
-        "action logs",
-        folder,
-        Layout(grid, source),
-        tuple(range(grid.size)),
-        verdict,
-        suspects,
-        accounts,
-        chosen,
-        replays=replays,
-        device="cpu",
-        notes=newest.notes,
-    )
 
 
 def write_merged_of(found: Answer, path: Path) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from fourfold.layout.documents import (
     shards,
 )
 from fourfold.layout.doings import Doing
-from fourfold.layout.grid import Coordinates, Grid
+from fourfold.layout.grid import Coordinates, Grid, join_ranks
 from fourfold.layout.labels import Label, parse_label
 from fourfold.layout.partition import Costs, Stage, balanced, partition
 from fourfold.layout.play import Timeline, compile_program, play
@@ -41,6 +41,7 @@ __all__ = [
     "compile_program",
     "describe",
     "generate",
+    "join_ranks",
     "label_validity",
     "pack",
     "parse_label",

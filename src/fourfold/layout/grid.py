@@ -8,6 +8,7 @@ ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
@@ -23,6 +24,19 @@ class Coordinates(NamedTuple):
     cp: int
     pp: int
     dp: int
+
+
+def join_ranks(ranks: Iterable[int], most: int | None = None) -> str:
+    """Ranks in short: 0-3, 8, 10-11; with `most`, no more than so many stretches."""
+    runs: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    rest = f" and {len(texts) - most} more stretches" if most is not None and len(texts) > most else ""
+    return ", ".join(texts[:most]) + rest
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from fourfold.debugger.hangs import Hang, call_text, join_ranks
+from fourfold.debugger.hangs import Hang, call_text
+from fourfold.layout import join_ranks
 
 CAUSE = "cause: "  # begins the lines of a diagnosis that name one
 NO_CAUSE = "All ranks wait, and have started what they wait for: a link, or a device, stands still."

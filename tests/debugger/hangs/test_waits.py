@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from fourfold.debugger.hangs import Entry, Line, RankReport, Wait, diagnose, join_ranks, read_reports
+from fourfold.debugger.hangs import Entry, Line, RankReport, Wait, diagnose, read_reports
 from fourfold.debugger.hangs import report_file as path_of
-from fourfold.layout import Grid
+from fourfold.layout import Grid, join_ranks
 from fourfold.report.hangs import hang_text
 
 Place = tuple[str, tuple[int, int]]

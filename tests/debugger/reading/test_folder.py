@@ -17,6 +17,7 @@ from fourfold.debugger.reading.groups import Listed
 from fourfold.debugger.reading.kineto import read
 from fourfold.debugger.reading.merged import joined, write_merged
 from fourfold.debugger.reading.trace import RankTrace
+from fourfold.layout import join_ranks
 
 DATA = Path(__file__).parent / "data"
 
@@ -211,7 +212,7 @@ def test_ranks_by_groups_and_missing_ones():
     assert ranks.from_groups([]) == -1
     assert ranks.missing([0, 1, 5], 8) == ("of 8 ranks there are traces of 3; missing: 2-4, 6-7",)
     assert ranks.missing(range(8), 8) == ranks.missing([1], 0) == ()
-    assert ranks.spans([*range(0, 40, 2)]) == "0, 2, 4, 6, 8, 10, 12, 14 and 12 more stretches"
+    assert join_ranks(range(0, 40, 2), 8) == "0, 2, 4, 6, 8, 10, 12, 14 and 12 more stretches"
 
 
 def test_neighbours_are_joined():

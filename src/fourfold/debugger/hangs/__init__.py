@@ -6,7 +6,6 @@ from fourfold.debugger.hangs.reports import (
     RankReport,
     Wait,
     Way,
-    join_ranks,
     read_reports,
     report_file,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "find_hang",
     "hang_source",
     "is_hang_source",
-    "join_ranks",
     "read_reports",
     "report_file",
 ]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from fourfold.debugger.hangs.members import Communicator, Name, communicators, num_ranks, too_small
 from fourfold.debugger.hangs.recordings import KEPT, Call, Dump, rank_in_name, read_dump
-from fourfold.debugger.hangs.reports import Entry, Line, RankReport, Wait, Way, join_ranks
+from fourfold.debugger.hangs.reports import Entry, Line, RankReport, Wait, Way
 from fourfold.debugger.hangs.waits import Hang, follow
-from fourfold.layout import Grid
+from fourfold.layout import Grid, join_ranks
 
 NO_DUMP = "no dump: dead or frozen, or its file is missing"
 _MEETINGS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}  # which end when all have come

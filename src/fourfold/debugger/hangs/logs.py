@@ -20,9 +20,9 @@ from pathlib import Path
 
 import msgspec
 
-from fourfold.debugger.hangs.reports import Entry, Line, RankReport, Wait, join_ranks
+from fourfold.debugger.hangs.reports import Entry, Line, RankReport, Wait
 from fourfold.debugger.hangs.waits import Hang, follow
-from fourfold.layout import Action, Doing, Grid, Kind
+from fourfold.layout import Action, Doing, Grid, Kind, join_ranks
 from fourfold.layout.actions import BACKS, COMPUTE, RECEIVES, SENDS
 
 NO_LOG = "no log: dead, or its file is missing"

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fourfold.debugger.hangs.recordings import Dump
-from fourfold.debugger.hangs.reports import join_ranks
-from fourfold.layout import Grid
+from fourfold.layout import Grid, join_ranks
 from fourfold.layout.grid import DIMENSIONS
 
 Name = tuple[str, str]  # name and description, as PyTorch has them

@@ -6,7 +6,6 @@ flight recorder are put into the same form (`recordings.py`), so that one search
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,14 +80,3 @@ def read_reports(folder: Path, num_ranks: int) -> dict[int, RankReport]:
         except (OSError, msgspec.DecodeError):
             continue
     return reports
-
-
-def join_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in short: 0-3, 8, 10-11."""
-    runs: list[Sequence[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1] = (runs[-1][0], rank)
-        else:
-            runs.append((rank,))
-    return ", ".join("-".join(map(str, run)) for run in runs)

@@ -15,9 +15,9 @@ import msgspec
 from fourfold.debugger.hangs.flights import from_dumps
 from fourfold.debugger.hangs.logs import from_logs, is_cut_off, log_files
 from fourfold.debugger.hangs.recordings import is_dump, rank_in_name
-from fourfold.debugger.hangs.reports import RankReport, join_ranks, read_reports
+from fourfold.debugger.hangs.reports import RankReport, read_reports
 from fourfold.debugger.hangs.waits import Hang, diagnose
-from fourfold.layout import Grid
+from fourfold.layout import Grid, join_ranks
 
 _REPORT = re.compile(r"rank-(\d{5})\.json")
 _HEAD = 1 << 12

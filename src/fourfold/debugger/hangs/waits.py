@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from fourfold.debugger.hangs.reports import Entry, RankReport, Wait, Way, join_ranks
-from fourfold.layout import Coordinates, Grid
+from fourfold.debugger.hangs.reports import Entry, RankReport, Wait, Way
+from fourfold.layout import Coordinates, Grid, join_ranks
 from fourfold.layout.grid import DIMENSIONS
 
 NO_REPORT = "no report: dead or frozen"

@@ -9,6 +9,7 @@ from pathlib import Path
 from fourfold.debugger.reading.events import integer
 from fourfold.debugger.reading.groups import Listed
 from fourfold.debugger.reading.trace import UNKNOWN
+from fourfold.layout import join_ranks
 
 _WORD = re.compile(r"(?<![a-z])(?:global)?rank[-_. =]?(\d+)(?!\d)", re.IGNORECASE)
 _LAST = re.compile(r"(?:^|[a-z][-_.]?|[-_])(\d{1,6})$", re.IGNORECASE)
@@ -51,17 +52,4 @@ def missing(ranks: Iterable[int], world: int) -> tuple[str, ...]:
     absent = sorted({*range(world)} - there)
     if not absent:
         return ()
-    return (f"of {world:,} ranks there are traces of {len(there):,}; missing: {spans(absent)}",)
-
-
-def spans(ranks: Sequence[int], most: int = 8) -> str:
-    """0-7, 12, 16-23; of many, the first few."""
-    out: list[list[int]] = []
-    for rank in ranks:
-        if out and rank == out[-1][1] + 1:
-            out[-1][1] = rank
-        else:
-            out.append([rank, rank])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in out]
-    rest = f" and {len(texts) - most} more stretches" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + rest
+    return (f"of {world:,} ranks there are traces of {len(there):,}; missing: {join_ranks(absent, 8)}",)

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from fourfold.debugger.ask import Answer
-from fourfold.debugger.diagnosis import Diagnosis
 from fourfold.debugger.hangs import Hang
+from fourfold.debugger.slow.diagnosis import Diagnosis
 from fourfold.report.diagnosis.as_json import diagnosis_json
 from fourfold.report.diagnosis.page import diagnosis_page
 from fourfold.report.diagnosis.tables import table_json, table_page, table_text

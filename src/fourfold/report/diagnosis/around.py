@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fourfold.debugger.chain import MOVING, OWN
-from fourfold.debugger.diagnosis import Diagnosis
+from fourfold.debugger.slow.chain import MOVING, OWN
+from fourfold.debugger.slow.diagnosis import Diagnosis
 from fourfold.layout import Grid
 from fourfold.layout.grid import DIMENSIONS
 

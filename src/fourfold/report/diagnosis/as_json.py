@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.debugger import Culprit, Diagnosis
-from fourfold.debugger.accounts import DIMENSIONS, HOST
-from fourfold.debugger.known import mean
 from fourfold.debugger.reading.trace import Work
+from fourfold.debugger.slow import Culprit, Diagnosis
+from fourfold.debugger.slow.accounts import DIMENSIONS, HOST
+from fourfold.debugger.slow.known import mean
 from fourfold.report.diagnosis.words import paragraph
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fourfold.debugger.diagnosis import Diagnosis
-from fourfold.debugger.whatif import Replay
+from fourfold.debugger.slow.diagnosis import Diagnosis
+from fourfold.debugger.slow.whatif import Replay
 from fourfold.report import drawing
 from fourfold.report.diagnosis.around import around, centre, culprit_ranks
 from fourfold.report.diagnosis.rows import Box, Gap, Rows
@@ -45,18 +45,18 @@ def _computations(replay: Replay, played: Played, rank: int) -> Iterator[tuple[B
     for i in played.graph.on_rank[at.pp]:
         node = played.graph.nodes[i]
         starts, ends = (np.broadcast_to(np.asarray(of[i]), shape) for of in (played.start, played.end))
-        ready = starts + replay.own[node.action]
+        ready = starts + replay.own[node.action] + replay.after[node.action]
         start, done, end = float(starts[lane]), float(ready[lane]), float(ends[lane])
-        late = float(replay.late[node.action][lane])
+        late = float(replay.before[node.action][lane])
         begun = float(np.broadcast_to(np.asarray(played.end[node.before]), shape)[lane]) if node.before != NONE else 0.0
         gaps = []
         if late > _ROUNDING:
-            gaps.append(Gap(start - late, start, "Does something else between its computations, or its host is late."))
+            gaps.append(Gap(begun, begun + late, "Does something else between its computations, or its host is late."))
         if node.needs != NONE and start - late - begun > _ROUNDING:
             needed = played.graph.nodes[node.needs]
             source = grid.rank(tp=at.tp, cp=at.cp, pp=needed.pp_rank, dp=at.dp)
             what = f"{needed.stage}{needed.kind.value.removeprefix('SEND_')}{needed.micro_batch}"
-            gaps.append(Gap(begun, start - late, f"Waits for a message from rank {source}: the result of {what}."))
+            gaps.append(Gap(begun + late, start, f"Waits for a message from rank {source}: the result of {what}."))
         if end - done > _ROUNDING:
             cp, tp = np.unravel_index(int(ready[at.dp].argmax()), ready[at.dp].shape)
             slowest = grid.rank(tp=int(tp), cp=int(cp), pp=at.pp, dp=at.dp)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fourfold.debugger import Diagnosis
-from fourfold.debugger.accounts import DIMENSIONS
-from fourfold.debugger.known import mean
+from fourfold.debugger.slow import Diagnosis
+from fourfold.debugger.slow.accounts import DIMENSIONS
+from fourfold.debugger.slow.known import mean
 from fourfold.report.diagnosis.words import paragraph
 from fourfold.report.text import percent
 from fourfold.simulator.causes import duration

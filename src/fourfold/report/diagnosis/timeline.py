@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from fourfold.debugger.chain import Chains
-from fourfold.debugger.diagnosis import Diagnosis
-from fourfold.debugger.idle import RankSteps
 from fourfold.debugger.reading.trace import MESSAGES, Call
+from fourfold.debugger.slow.chain import Chains
+from fourfold.debugger.slow.diagnosis import Diagnosis
+from fourfold.debugger.slow.idle import RankSteps
 from fourfold.layout.actions import COMPUTE
 from fourfold.report import drawing
 from fourfold.report.diagnosis.around import around, centre, culprit_ranks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from fourfold.debugger.chain import BRIEF, COMPUTING, MOVING, UNSEEN, Chains, Wait, Way
 from fourfold.debugger.reading.trace import MESSAGES, Call
+from fourfold.debugger.slow.chain import BRIEF, COMPUTING, MOVING, UNSEEN, Chains, Wait, Way
 from fourfold.layout import Grid
 from fourfold.report import drawing
 from fourfold.report.text import percent

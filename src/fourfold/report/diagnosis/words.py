@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fourfold.debugger import Culprit, Diagnosis, Verdict, join_ranks
-from fourfold.debugger.known import mean
-from fourfold.layout import Coordinates
+from fourfold.debugger.slow import Culprit, Diagnosis, Verdict
+from fourfold.debugger.slow.known import mean
+from fourfold.layout import Coordinates, join_ranks
 from fourfold.report.text import percent
 from fourfold.simulator.causes import duration
 
@@ -42,7 +42,8 @@ def blame(found: Diagnosis, culprit: Culprit) -> str:
     grid, step = found.accounts.grid, found.verdict.step_seconds
     more = f"{duration(culprit.excess)} of every step of {duration(step)}"
     if culprit.kind == "link":
-        return f"{_link(culprit)} takes {culprit.factor:.2f} times as long as elsewhere, though all ranks are there: {more}."
+        longer = f"takes {culprit.factor:.2f} times as long as elsewhere, though all ranks are there"
+        return f"{_link(culprit)} {longer}: {more}."
     rank = culprit.ranks[0]
     where = f"Rank {rank} ({place(grid.coordinates(rank))}) holds up the others"
     if culprit.cause == "launches" and found.device == "cpu":

@@ -16,9 +16,9 @@ from difflib import SequenceMatcher
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.debugger.idle import RankSteps, occurrence
-from fourfold.debugger.places import Places
 from fourfold.debugger.reading.trace import UNKNOWN, Call, Calls
+from fourfold.debugger.slow.idle import RankSteps, occurrence
+from fourfold.debugger.slow.places import Places
 
 Key = tuple[str, tuple[int, ...]]
 """Dimension, and ranks: of a group ascending, of a message source and destination."""

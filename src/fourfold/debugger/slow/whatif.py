@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.debugger.idle import RankSteps
-from fourfold.debugger.meetings import Meetings
 from fourfold.debugger.reading.trace import MESSAGES, Call
-from fourfold.debugger.suspects import typical
+from fourfold.debugger.slow.idle import RankSteps
+from fourfold.debugger.slow.meetings import Meetings
+from fourfold.debugger.slow.suspects import typical
 from fourfold.layout import Action, Grid, Kind, Schedule
 from fourfold.layout.actions import COMPUTE
 from fourfold.simulator.costs import Lanes, Spent, latest
@@ -38,6 +38,7 @@ class Replay:
     Attributes:
         grid: the layout.
         step: its number.
+        measured: seconds from the beginning of the step to the end of the last computation.
         graph: of its computations and messages.
         own: seconds of each computation on every replica of its pipeline rank, without waiting.
         before: seconds that its host was late before it came to wait for what it needs.
@@ -47,6 +48,7 @@ class Replay:
 
     grid: Grid
     step: int
+    measured: float
     graph: Graph = field(repr=False)
     own: Mapping[Action, Lane] = field(repr=False)
     before: Mapping[Action, Lane] = field(repr=False)
@@ -150,6 +152,7 @@ class _Costs:
 def make_replay(
     grid: Grid,
     step: int,
+    measured: float,
     computed: Mapping[int, Sequence[Computed]],
     message: Mapping[tuple[int, int], float],
 ) -> Replay | None:
@@ -158,6 +161,7 @@ def make_replay(
     Args:
         grid: the layout.
         step: its number.
+        measured: see `Replay`.
         computed: by global rank, its computations in order.
         message: seconds of a message by (sender, receiver), global ranks.
 
@@ -192,7 +196,9 @@ def make_replay(
     except ValueError:  # some ranks' computations are missing
         return None
     shape = (grid.dp, grid.cp, grid.tp)
-    tables = [{action: np.full(shape, np.nan) for actions in lists for action in actions} for _ in range(3)]
+    own, before, after = tables = [
+        {action: np.full(shape, np.nan) for actions in lists for action in actions} for _ in range(3)
+    ]
     for rank, rows in computed.items():
         at = grid.coordinates(rank)
         for action, *seconds in rows:
@@ -208,7 +214,7 @@ def make_replay(
         at, to = grid.coordinates(source), grid.coordinates(destination)
         if (at.pp, to.pp) in sent:
             sent[at.pp, to.pp][at.dp, at.cp, at.tp] = seconds
-    return Replay(grid, step, graph, *tables, sent)
+    return Replay(grid, step, measured, graph, own, before, after, sent)
 
 
 def replay_of_traces(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid, step: int) -> Replay | None:
@@ -217,16 +223,19 @@ def replay_of_traces(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid,
     Without labels a step can only be replayed if it has no pipeline: then all that a rank computes is one computation.
     None if it cannot.
     """
-    computed = {}
+    computed: dict[int, Sequence[Computed]] = {}
+    measured = 0.0
     for index, one in enumerate(ranks):
-        rows = _computations(one, meetings, index, step)
+        rows, took = _computations(one, meetings, index, step)
         if rows:
-            computed[one.trace.rank] = rows
+            computed[one.trace.rank], measured = rows, max(measured, took)
     if not computed and grid.pp == 1:
         computed = _whole_steps(ranks, meetings, step)
+        at = [(one, np.flatnonzero(one.trace.steps.number == step)) for one in ranks]
+        measured = max((float((one.end - one.start)[where[0]]) / 1e9 for one, where in at if len(where)), default=0.0)
     if not computed:
         return None
-    return make_replay(grid, step, computed, _messages(meetings))
+    return make_replay(grid, step, measured, computed, _messages(meetings))
 
 
 def _whole_steps(ranks: Sequence[RankSteps], meetings: Meetings, step: int) -> dict[int, Sequence[Computed]]:
@@ -254,12 +263,12 @@ def _turned(one: RankSteps, meetings: Meetings, index: int) -> np.ndarray:
     return np.clip(calls.end[pieces.what] - moved[pieces.what], pieces.start, pieces.end)
 
 
-def _computations(one: RankSteps, meetings: Meetings, index: int, step: int) -> list[Computed]:
-    """A rank's computations in a step: busy with each, and how late its host came to it."""
+def _computations(one: RankSteps, meetings: Meetings, index: int, step: int) -> tuple[list[Computed], float]:
+    """A rank's computations in a step, and seconds from its beginning to the end of the last."""
     trace, labels = one.trace, one.trace.labels
     where = np.flatnonzero(trace.steps.number == step)
     if not len(where):
-        return []
+        return [], 0.0
     on_device = bool(np.any(labels.on_device))
     begin, end = int(one.start[where[0]]), int(one.end[where[0]])
     chosen = [
@@ -270,7 +279,7 @@ def _computations(one: RankSteps, meetings: Meetings, index: int, step: int) -> 
         if labels.kind[i] in _KINDS and labels.micro_batch[i] >= 0
     ]
     if not chosen:
-        return []
+        return [], 0.0
     starts, ends = labels.start[chosen], labels.end[chosen]
     pieces, turned = one.in_calls, _turned(one, meetings, index)
     # A wait lies inside of one computation or outside of all.
@@ -284,7 +293,7 @@ def _computations(one: RankSteps, meetings: Meetings, index: int, step: int) -> 
     own = np.maximum(ends - starts - waits - within, 0)
     columns = ((column / 1e9).tolist() for column in (own, before, after + within))
     actions = [Action(_KINDS[labels.kind[i]], int(labels.stage[i]), int(labels.micro_batch[i])) for i in chosen]
-    return [Computed(*row) for row in zip(actions, *columns, strict=True)]
+    return [Computed(*row) for row in zip(actions, *columns, strict=True)], float(ends[-1] - begin) / 1e9
 
 
 def _received(free: np.ndarray, starts: np.ndarray, one: RankSteps) -> np.ndarray:

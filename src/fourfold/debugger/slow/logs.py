@@ -11,12 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from fourfold.debugger.accounts import DIMENSIONS, HOST, Accounts, sharing_processors
 from fourfold.debugger.reading.trace import Work
-from fourfold.debugger.whatif import Computed, Replay, make_replay
+from fourfold.debugger.slow.accounts import DIMENSIONS, HOST, Accounts, sharing_processors
+from fourfold.debugger.slow.diagnosis import Diagnosis, some
+from fourfold.debugger.slow.places import Layout, layout_of_run
+from fourfold.debugger.slow.verdict import judge
+from fourfold.debugger.slow.whatif import Computed, Replay, make_replay
 from fourfold.layout import Doing, Grid
 from fourfold.layout.actions import COMPUTE
-from fourfold.simulator.replay import Logs, RankLog, message_seconds
+from fourfold.simulator.replay import Logs, RankLog, message_seconds, read_action_logs
 
 _HOST = {Doing.LOAD: "loader", Doing.GC: "garbage", Doing.STEP: "optimizer"}
 _MEETS = {Doing.COUNT: "dp", Doing.SUM: "dp", Doing.FLUSH: "pp", Doing.NORM: "end", Doing.MEET: "end"}
@@ -86,7 +89,7 @@ def replay_of_logs(logs: Logs, grid: Grid) -> Replay | None:
             peer = grid.rank(tp=at.tp, cp=at.cp, pp=pp % grid.pp, dp=at.dp)
             if peer != rank:
                 message[rank, peer] = seconds
-    return make_replay(grid, logs.step, computed, message)
+    return make_replay(grid, logs.step, logs.step_seconds, computed, message)
 
 
 def _computations(log: RankLog, met: np.ndarray) -> list[Computed]:
@@ -102,6 +105,39 @@ def _computations(log: RankLog, met: np.ndarray) -> list[Computed]:
         else:
             late += float(computing[i] + stalled[i])
     return rows
+
+
+def diagnose_logs(folder: Path, *, layout: Grid | None = None, steps: tuple[int, int] | None = None) -> Diagnosis:
+    """Diagnoses action logs of our trainer. ValueError: they are damaged, or of another layout."""
+    grid = layout or layout_of_run(folder)
+    newest = read_action_logs(folder, num_ranks=None if grid is None else grid.size)
+    if grid is None:
+        raise ValueError(f"{folder}: the logs do not say the layout; give --layout tp=...,cp=...,pp=...,dp=...")
+    chosen = tuple(step for step in newest.steps if steps is None or steps[0] <= step <= steps[1])
+    if not chosen:
+        raise ValueError(
+            f"--steps: no whole step of the logs is among them; there are {newest.steps[0]} to {newest.steps[-1]}"
+        )
+    logs = [read_action_logs(folder, step, num_ranks=grid.size) for step in chosen]
+    accounts = accounts_of_logs(logs, grid)
+    replays = tuple(
+        replay for one in logs if one.step in some(chosen) and (replay := replay_of_logs(one, grid)) is not None
+    )
+    verdict, suspects = judge(accounts, replays=replays)
+    source = "given" if layout is not None else "run.json"
+    return Diagnosis(
+        "action logs",
+        folder,
+        Layout(grid, source),
+        tuple(range(grid.size)),
+        verdict,
+        suspects,
+        accounts,
+        chosen,
+        replays=replays,
+        device="cpu",
+        notes=newest.notes,
+    )
 
 
 def is_logs(path: Path) -> bool:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.debugger.idle import RankSteps
-from fourfold.debugger.meetings import Meetings
 from fourfold.debugger.reading.trace import MESSAGES
+from fourfold.debugger.slow.idle import RankSteps
+from fourfold.debugger.slow.meetings import Meetings
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.debugger.idle import LAUNCH, RankSteps
-from fourfold.debugger.known import median
-from fourfold.debugger.meetings import Meetings
 from fourfold.debugger.reading.trace import Host, Work
+from fourfold.debugger.slow.idle import LAUNCH, RankSteps
+from fourfold.debugger.slow.known import median
+from fourfold.debugger.slow.meetings import Meetings
 from fourfold.layout import Grid
 
 _WHOLE = 0.9  # of the calls that peers have: with fewer a step is not whole
@@ -161,12 +161,12 @@ def account(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid, steps: t
         begun, ended = pieces.start[kept], pieces.end[kept]
         # The transfer is what comes last in a call.
         turned = np.clip(one.trace.calls.end[call] - moved[call], begun, ended)
-        np.add.at(wait, (j, rank, dims[call]), (turned - begun) / 1e9)
-        np.add.at(transfer, (j, rank, dims[call]), (ended - turned) / 1e9)
+        np.add.at(wait[:, rank], (j, dims[call]), (turned - begun) / 1e9)
+        np.add.at(transfer[:, rank], (j, dims[call]), (ended - turned) / 1e9)
         late = one.by_host
         kept = place[late.step] >= 0
         kind = np.where(late.what[kept] == LAUNCH, len(HOST) - 1, late.what[kept])
-        np.add.at(host, (place[late.step][kept], rank, kind), (late.end[kept] - late.start[kept]) / 1e9)
+        np.add.at(host[:, rank], (place[late.step][kept], kind), (late.end[kept] - late.start[kept]) / 1e9)
     for rank, numbers in incomplete(ranks, grid, steps).items():
         for column in (work, host, transfer, wait):
             column[[steps.index(number) for number in numbers], rank] = np.nan

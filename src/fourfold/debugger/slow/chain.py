@@ -18,11 +18,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.debugger.accounts import HOST
-from fourfold.debugger.clocks import Clocks
-from fourfold.debugger.idle import LAUNCH, RankSteps
-from fourfold.debugger.meetings import Meetings
 from fourfold.debugger.reading.trace import UNKNOWN, Call, Times
+from fourfold.debugger.slow.accounts import HOST
+from fourfold.debugger.slow.clocks import Clocks
+from fourfold.debugger.slow.idle import LAUNCH, RankSteps
+from fourfold.debugger.slow.meetings import Meetings
 
 COMPUTING, MOVING, UNSEEN, BRIEF = "computing", "moving", "unseen", "brief"
 """Why a rank is late by its own doing, besides `accounts.HOST`: it computes; data move, though all are there; it

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fourfold.debugger import diagnose_traces
-from fourfold.debugger.chain import COMPUTING, MOVING, UNSEEN, Chains, Hop
-from fourfold.debugger.clocks import align
-from fourfold.debugger.idle import cut
-from fourfold.debugger.meetings import meet
-from fourfold.debugger.places import Places
 from fourfold.debugger.reading.trace import Call, RankTrace
+from fourfold.debugger.slow import diagnose_traces
+from fourfold.debugger.slow.chain import COMPUTING, MOVING, UNSEEN, Chains, Hop
+from fourfold.debugger.slow.clocks import align
+from fourfold.debugger.slow.idle import cut
+from fourfold.debugger.slow.meetings import meet
+from fourfold.debugger.slow.places import Places
 from tests.debugger import jobs
 from tests.debugger.hand import pipeline, replicas
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.debugger.accounts import HOST, Accounts, Seconds
-from fourfold.debugger.known import mean, median
 from fourfold.debugger.reading.trace import Work
+from fourfold.debugger.slow.accounts import HOST, Accounts, Seconds
+from fourfold.debugger.slow.known import mean, median
 from fourfold.layout import Grid
 
 LEAST = 0.03

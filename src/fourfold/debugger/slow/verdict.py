@@ -9,23 +9,25 @@ from typing import Literal
 
 import numpy as np
 
-from fourfold.debugger.accounts import HOST, Accounts, Seconds
-from fourfold.debugger.known import mean, median
-from fourfold.debugger.links import SlowLink
 from fourfold.debugger.reading.trace import Work
-from fourfold.debugger.suspects import CLASSES, Level, Suspects, find_suspects, typical
-from fourfold.debugger.whatif import Replay
+from fourfold.debugger.slow.accounts import HOST, Accounts, Seconds
+from fourfold.debugger.slow.known import mean, median
+from fourfold.debugger.slow.links import SlowLink
+from fourfold.debugger.slow.suspects import CLASSES, Level, Suspects, find_suspects, typical
+from fourfold.debugger.slow.whatif import Replay
 
 Kind = Literal["compute", "cpu", "link"]
 Answer = Literal[
     "slow rank", "slow link", "several", "rotating", "partition", "documents", "no single culprit", "healthy"
 ]
 
-MOST_CULPRITS = 16
+MOST_CULPRITS = 64
 _LONGER_STAGE = 1.10  # times the other stages, against its expected share
 _MATTERS = 0.05  # of the step: what documents or a long stage must cost to be the answer
 _WAITS = 0.2  # of the step: with so much waiting for peers of which none stands out, something is wrong all the same
 _BESIDE = 0.3  # of the first's excess: with less, on processors that others have as well, a second stands out by chance
+_CLEAR = 2.0  # times the threshold: who stands out by so much is named, whatever it costs now
+_GROUP = 3  # ranks: fewer that pause alike may be chance
 _AT_LEAST = 0.005  # of the step: so much a second culprit must cost, once those before it are mended
 _ALIKE = 0.6  # of the largest relative excess: a class of work with so much is slow as well
 
@@ -91,7 +93,7 @@ class Verdict:
     """Attention of the (dp, cp) with most, over the mean."""
     documents_gain: float = 0.0
     replay_error: float | None = None
-    """Of the replayed step, relative to the measured."""
+    """Of the replayed computations, relative to the measured."""
     reason: str = ""
     """Why there is no single culprit."""
 
@@ -113,10 +115,10 @@ def judge(
     """
     suspects, ranks = _one_after_another(accounts, shares)
     step = float(np.mean(accounts.step_seconds))
-    culprits = [_slow_rank(suspects, rank, accounts) for rank in ranks] + [_slow_link(link) for link in links]
-    culprits.sort(key=lambda culprit: -culprit.excess)
+    culprits = _with_groups([_slow_rank(suspects, rank, accounts) for rank in ranks], accounts, links)
+    culprits = sorted([*culprits, *map(_slow_link, links)], key=lambda culprit: -culprit.excess)
     what_ifs: list[WhatIf] = []
-    culprits, mended = _with_gains(culprits, accounts, replays)
+    culprits, mended = _with_gains(culprits, suspects, accounts, replays)
     gain = _gain(replays, mended) if replays and culprits else None
     stage = _long_stage(accounts, shares, mended)
     spread, documents_gain = _documents(suspects, accounts, mended)
@@ -129,8 +131,7 @@ def judge(
     what_ifs += _class_gains(suspects, accounts, replays, [c.ranks[0] for c in culprits if c.kind == "compute"])
     error = None
     if replays:
-        known = [accounts.step_seconds[accounts.steps.index(replay.step)] for replay in replays]
-        error = float(np.mean([r.seconds() / s - 1 for r, s in zip(replays, known, strict=True)]))
+        error = float(np.mean([replay.seconds() / replay.measured - 1 for replay in replays]))
     answer, reason = _answer(culprits, suspects, stage, documents_gain, accounts, step)
     verdict = Verdict(
         answer,
@@ -218,6 +219,21 @@ def _work(rank: int, by_class: dict[str, float], accounts: Accounts) -> str:
     return "matrix products" if "gemm" in slow else "all work"
 
 
+def _with_groups(culprits: list[Culprit], accounts: Accounts, links: Sequence[SlowLink]) -> list[Culprit]:
+    """Pauses that all ranks of an FSDP group have in common are no host's: layers wait for weights on a slow link."""
+    pausing = {culprit.ranks[0]: culprit for culprit in culprits if culprit.cause == "launches"}
+    for group in accounts.grid.groups("cp", "dp"):
+        members = [rank for rank in group if accounts.present[rank]]
+        if len(members) < _GROUP or not pausing.keys() >= {*members}:
+            continue
+        culprits = [culprit for culprit in culprits if culprit not in [pausing[rank] for rank in members]]
+        if not any({*link.ranks} <= {*group} for link in links):
+            each = [pausing[rank] for rank in members]
+            excess, factor = (float(np.mean([getattr(one, name) for one in each])) for name in ("excess", "factor"))
+            culprits.append(Culprit("link", group, "group", factor, excess, None))
+    return culprits
+
+
 def _slow_link(link: SlowLink) -> Culprit:
     cause = {1: "network card", 2: "link"}.get(len(link.ranks), "group")
     return Culprit("link", link.ranks, cause, link.factor, link.excess, None)
@@ -227,7 +243,7 @@ Change = Callable[[Replay], Replay]
 
 
 def _with_gains(
-    culprits: Sequence[Culprit], accounts: Accounts, replays: Sequence[Replay]
+    culprits: Sequence[Culprit], suspects: Suspects, accounts: Accounts, replays: Sequence[Replay]
 ) -> tuple[list[Culprit], list[Replay]]:
     """Culprits with what each would gain after those before it, and the steps with all of them mended."""
     out: list[Culprit] = []
@@ -236,8 +252,9 @@ def _with_gains(
     for culprit in culprits:
         after = [_mended(culprit, accounts)(replay) for replay in now]
         gain = _gain(now, after) if now else None
-        if out and gain is not None and culprit.kind != "link" and gain < least:
-            continue  # it stands out, and holds up nobody
+        weak = accounts.on_processor or culprit.excess < _CLEAR * suspects.threshold[culprit.ranks[0]]
+        if out and gain is not None and culprit.kind != "link" and gain < least and weak:
+            continue  # it stands out by little, and holds up nobody
         out.append(dataclasses.replace(culprit, gain=gain))
         now = after
     return out, now

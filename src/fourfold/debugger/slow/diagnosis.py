@@ -11,17 +11,17 @@ from pathlib import Path
 
 import numpy as np
 
-from fourfold.debugger.accounts import Accounts, account, common_steps, incomplete
-from fourfold.debugger.clocks import Clocks, align
-from fourfold.debugger.idle import RankSteps, cut
-from fourfold.debugger.links import find_slow_links
-from fourfold.debugger.meetings import Meetings, meet
-from fourfold.debugger.places import Layout, Places, layout_of
 from fourfold.debugger.reading import find, read_all
-from fourfold.debugger.suspects import Suspects
-from fourfold.debugger.verdict import Verdict, judge
-from fourfold.debugger.whatif import Replay, replay_of_traces
-from fourfold.layout import Grid
+from fourfold.debugger.slow.accounts import Accounts, account, common_steps, incomplete
+from fourfold.debugger.slow.clocks import Clocks, align
+from fourfold.debugger.slow.idle import RankSteps, cut
+from fourfold.debugger.slow.links import find_slow_links
+from fourfold.debugger.slow.meetings import Meetings, meet
+from fourfold.debugger.slow.places import Layout, Places, layout_of
+from fourfold.debugger.slow.suspects import Suspects
+from fourfold.debugger.slow.verdict import Verdict, judge
+from fourfold.debugger.slow.whatif import Replay, replay_of_traces
+from fourfold.layout import Grid, join_ranks
 
 _REPLAYED = 3  # steps that are played again: their gains are averaged
 Progress = Callable[[int, int], None]
@@ -142,10 +142,8 @@ def _notes(ranks: Sequence[RankSteps], layout: Layout, meetings: Meetings, steps
     notes = [layout.note] if layout.note else []
     missing = sorted({*range(layout.grid.size)} - {one.trace.rank for one in ranks})
     if missing:
-        notes.append(
-            f"{len(missing):,} of {layout.grid.size:,} ranks have no trace ({join_ranks(missing)}): they are not compared, "
-            "and of their groups it is not known who came last"
-        )
+        which = f"{len(missing):,} of {layout.grid.size:,} ranks have no trace ({join_ranks(missing, 8)})"
+        notes.append(f"{which}: they are not compared, and of their groups it is not known who came last")
     alike: dict[str, list[str]] = defaultdict(list)
     for one in ranks:
         for note in one.trace.notes:
@@ -160,15 +158,3 @@ def _notes(ranks: Sequence[RankSteps], layout: Layout, meetings: Meetings, steps
         for rank, numbers in incomplete(ranks, layout.grid, steps).items()
     ]
     return tuple(notes)
-
-
-def join_ranks(ranks: Sequence[int] | set[int], most: int = 8) -> str:
-    """Ranks in short: 0-3, 8, 10-11; of very many, the first runs."""
-    runs: list[tuple[int, int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], rank)
-        else:
-            runs.append((rank, rank))
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more stretches" if len(texts) > most else "")

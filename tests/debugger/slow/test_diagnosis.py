@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.debugger.jobs import Job, Style, play, write
 
-from fourfold.debugger import Diagnosis, diagnose_traces
+from fourfold.debugger.slow import Diagnosis, diagnose_traces
 from fourfold.layout import Grid
+from tests.debugger.jobs import Job, Style, play, write
 
 OLD = "ncclKernel_{}_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)"
 
@@ -144,7 +144,9 @@ def test_computing_and_waits_are_those_that_were_played(tmp_path: Path) -> None:
 
 
 def _same(one: object, other: object) -> bool:
-    return [getattr(one, n) for n in ("ranks", "number", "what")] == [getattr(other, n) for n in ("ranks", "number", "what")]
+    return [getattr(one, n) for n in ("ranks", "number", "what")] == [
+        getattr(other, n) for n in ("ranks", "number", "what")
+    ]
 
 
 def test_clocks_are_aligned_by_the_ends_of_collectives(tmp_path: Path) -> None:

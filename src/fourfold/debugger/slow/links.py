@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.debugger.meetings import Meetings
 from fourfold.debugger.reading.trace import MESSAGES, Call
+from fourfold.debugger.slow.meetings import Meetings
 from fourfold.layout import Grid
 
 _LONGER = 1.15  # times its peers: transfers vary more than computations
