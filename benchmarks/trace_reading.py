@@ -1,12 +1,13 @@
 """How fast profiler traces are read, and in how much memory, beside HolisticTraceAnalysis 0.5.0 on the same files.
 
-    .venv/bin/python benchmarks/trace_reading.py [--json] [--hta FOLDER] [--without-hta]
+    ./run bench trace_reading [--json] [--hta FOLDER] [--without-hta]
 
 Files shaped like those of PyTorch's profiler on a GPU (operators with their shapes, launches, arrows, kernels, NCCL's
 arguments) are made in a temporary folder: one of 200 MB, plain and gzip, and 1,024 ranks of 1 MB. Every reading is a
-process of its own, from the file to the finished columns; its processor time and its peak resident memory count, and
-what it has resident before it reads is shown, too. The other tool is installed into an environment of its own, or taken
-from where `--hta` says it is; where it cannot be had, the report says so.
+process of its own, from the file to all that is kept of a rank; its processor time and its peak resident memory count,
+and what it has resident before it reads is shown, too. The ranks are diagnosed, to the verdict. The other tool is
+installed into an environment of its own, or taken from where `--hta` says it is; where it cannot be had, the report
+says so.
 
 Exits with 1 if a bar is missed: 40 MB of JSON per second and core, a peak of at most the inflated file and 100 MB,
 1,024 ranks in 60 s on two cores, 3 times the speed and a third of the memory of the other tool.
@@ -26,8 +27,9 @@ from pathlib import Path
 
 from _kineto_files import write_file
 
-from fourfold.debugger.reading.folder import find, read_all
-from fourfold.debugger.reading.kineto import read
+from fourfold.debugger.reading import read
+from fourfold.debugger.slow import diagnose_traces
+from fourfold.debugger.slow.idle import cut
 
 LARGE_MB, SMALL_MB, RANKS, WORKERS = 200, 1, 1024, 2
 RATE, SLACK_MB, SECONDS, FASTER, SMALLER = 40, 100, 60, 3, 3
@@ -47,10 +49,11 @@ print(json.dumps({"rows": rows, "cpu": time.process_time() - cpu, "wall": time.p
 
 
 def one(path: Path) -> dict[str, float]:
-    """Reads a file in this process."""
+    """Reads a file in this process, and cuts up its steps: all that is done with a file before ranks are compared."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wall, cpu = time.perf_counter(), time.process_time()
     trace = read(path)[0]
+    cut(trace)
     return {
         "rows": len(trace.works.start) + len(trace.calls.start),
         "cpu": time.process_time() - cpu,
@@ -91,15 +94,14 @@ def other_python(given: Path | None, folder: Path) -> Path | None:
 
 
 def many(folder: Path) -> dict[str, float]:
-    """Seconds in which a folder of ranks is read, two at a time."""
+    """Seconds in which a folder of ranks is diagnosed, two files at a time."""
     for rank in range(RANKS):
         write_file(folder / f"rank-{rank:05d}.json", SMALL_MB, rank, RANKS)
-    files = find(folder)
     start = time.perf_counter()
-    rows = read_all(files, reduce=lambda trace: len(trace.works.start), workers=WORKERS)
+    found = diagnose_traces(folder, workers=WORKERS)
     took = time.perf_counter() - start
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return {"ranks": len(rows), "seconds": took, "cpu": children.ru_utime + children.ru_stime}
+    return {"ranks": len(found.ranks), "seconds": took, "cpu": children.ru_utime + children.ru_stime}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, object]:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from fourfold.debugger.reading.trace import MESSAGES, Group, RankTrace
 from fourfold.layout import Grid
@@ -105,11 +106,10 @@ def _channels(traces: Iterable[RankTrace]) -> set[tuple[int, int]]:
     pairs: set[tuple[int, int]] = set()
     for trace in traces:
         calls = trace.calls
-        for i in range(len(calls.start)):
-            if calls.kind[i] not in MESSAGES:
-                continue
-            peer = int(calls.peer[i])
-            ranks = trace.groups[calls.group[i]].ranks if calls.group[i] >= 0 else None
+        messages = np.isin(calls.kind, MESSAGES)
+        ends = np.unique(np.stack([calls.peer[messages], calls.group[messages]], axis=1), axis=0)
+        for peer, group in ends.tolist():
+            ranks = trace.groups[group].ranks if group >= 0 else None
             if peer < 0 and ranks is not None and len(ranks) == 2:
                 peer = ranks[0] + ranks[1] - trace.rank
             if peer >= 0:

@@ -221,9 +221,10 @@ def _work(rank: int, by_class: dict[str, float], accounts: Accounts) -> str:
 
 def _with_groups(culprits: list[Culprit], accounts: Accounts, links: Sequence[SlowLink]) -> list[Culprit]:
     """Pauses that all ranks of an FSDP group have in common are no host's: layers wait for weights on a slow link."""
+    present = accounts.present
     pausing = {culprit.ranks[0]: culprit for culprit in culprits if culprit.cause == "launches"}
     for group in accounts.grid.groups("cp", "dp"):
-        members = [rank for rank in group if accounts.present[rank]]
+        members = [rank for rank in group if present[rank]]
         if len(members) < _GROUP or not pausing.keys() >= {*members}:
             continue
         culprits = [culprit for culprit in culprits if culprit not in [pausing[rank] for rank in members]]
