@@ -17,6 +17,7 @@ from fourfold.debugger.hangs.logs import from_logs, is_cut_off, log_files
 from fourfold.debugger.hangs.recordings import is_dump, rank_in_name
 from fourfold.debugger.hangs.reports import RankReport, read_reports
 from fourfold.debugger.hangs.waits import Hang, diagnose
+from fourfold.debugger.runs import has_finished, layout_of_run
 from fourfold.layout import Grid, join_ranks
 
 _REPORT = re.compile(r"rank-(\d{5})\.json")
@@ -29,10 +30,6 @@ class Source(Enum):
     REPORTS = auto()
     DUMPS = auto()
     LOGS = auto()
-
-
-class _RunState(msgspec.Struct):
-    layout: dict[str, int] = {}
 
 
 def hang_source(path: Path) -> Source | None:
@@ -51,9 +48,14 @@ def hang_source(path: Path) -> Source | None:
 
 
 def is_hang_source(path: Path) -> bool:
-    """Whether a path tells of a hang rather than of slow ranks: action logs do where they end within a step."""
+    """Whether a path tells of a hang rather than of slow ranks.
+
+    Action logs do where they end within a step. What reports a run has left does not count if it went on to its end.
+    """
     source = hang_source(path)
-    return source is not None and (source is not Source.LOGS or is_cut_off(log_files(path)))
+    if source is None or (source is Source.REPORTS and has_finished(path)):
+        return False
+    return source is not Source.LOGS or is_cut_off(log_files(path))
 
 
 def find_hang(path: Path, grid: Grid | None = None) -> Hang:
@@ -67,11 +69,11 @@ def find_hang(path: Path, grid: Grid | None = None) -> Hang:
         ValueError: there is nothing that a hang could be found in, or the layout does not fit.
     """
     source = hang_source(path)
-    grid = grid or _layout_of(path)
+    grid = grid or layout_of_run(path)
     if source is Source.REPORTS:
         folder = _report_folder(path)
         assert folder is not None
-        return _from_reports(folder, grid or _layout_of(folder))
+        return _from_reports(folder, grid or layout_of_run(folder))
     if source is Source.DUMPS:
         return from_dumps(dump_files(path), grid)
     if source is Source.LOGS:
@@ -167,14 +169,3 @@ def _grid_of(folder: Path, reports: dict[int, RankReport]) -> Grid:
     if not places:
         raise ValueError(f"{folder}: the reports do not say which layout the run had; give it with --layout")
     return Grid(*(max(getattr(place, name) for place in places) + 1 for name in ("tp", "cp", "pp", "dp")))
-
-
-def _layout_of(path: Path) -> Grid | None:
-    """The layout that run.json says, in the folder or one of those around it, up to three."""
-    for folder in [path, *path.absolute().parents][:4]:
-        try:
-            state = msgspec.json.decode((folder / "run.json").read_bytes(), type=_RunState)
-            return Grid(**{name: state.layout[name] for name in ("tp", "cp", "pp", "dp")})
-        except (OSError, msgspec.MsgspecError, KeyError, ValueError):
-            continue
-    return None

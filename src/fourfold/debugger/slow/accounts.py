@@ -115,6 +115,9 @@ def common_steps(ranks: Sequence[RankSteps], chosen: tuple[int, int] | None) -> 
         asked = "" if chosen is None else f"--steps {chosen[0]}-{chosen[1]}: "
         raise ValueError(f"{asked}no such step in the traces; they have {there}")
     most = max(wanted.values())
+    if most == 1 < len(ranks):
+        a, b = ((one.trace.rank, one.trace.steps.number[0]) for one in ranks[:2])
+        raise ValueError(f"the traces have no step in common: rank {a[0]} has step {a[1]}, rank {b[0]} step {b[1]}")
     return tuple(sorted(n for n, count in wanted.items() if count == most))
 
 

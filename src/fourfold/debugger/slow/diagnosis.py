@@ -104,7 +104,7 @@ def judge_ranks(
     links = find_slow_links(
         meetings,
         grid,
-        num_steps=len(ranks[0].trace.steps.number),
+        num_steps=max(len(one.trace.steps.number) for one in ranks),
         step_seconds=float(np.mean(seconds)),
         on_processor=accounts.on_processor,
     )

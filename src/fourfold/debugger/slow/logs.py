@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from fourfold.debugger.reading.trace import Work
+from fourfold.debugger.runs import layout_of_run
 from fourfold.debugger.slow.accounts import DIMENSIONS, HOST, Accounts, sharing_processors
 from fourfold.debugger.slow.diagnosis import Diagnosis, some
-from fourfold.debugger.slow.places import Layout, layout_of_run
+from fourfold.debugger.slow.places import Layout
 from fourfold.debugger.slow.verdict import judge
 from fourfold.debugger.slow.whatif import Computed, Replay, make_replay
 from fourfold.layout import Doing, Grid

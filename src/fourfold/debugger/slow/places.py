@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from fourfold.debugger.reading.trace import MESSAGES, Group, RankTrace
@@ -80,21 +78,6 @@ def layout_of(traces: Sequence[RankTrace], given: Grid | None) -> Layout:
         note = "groups are not in the traces: all ranks count as replicas; --layout helps"
         return Layout(Grid(dp=world), "none", note if world > 1 else "")
     return _inferred(groups, _channels(traces), world)
-
-
-class _RunState(msgspec.Struct):
-    layout: dict[str, int] = {}
-
-
-def layout_of_run(folder: Path) -> Grid | None:
-    """The layout that run.json says, in a folder or one of the three around it."""
-    for place in [folder, *folder.absolute().parents][:4]:
-        try:
-            state = msgspec.json.decode((place / "run.json").read_bytes(), type=_RunState)
-            return Grid(**{name: state.layout[name] for name in DIMENSIONS})
-        except (OSError, msgspec.MsgspecError, KeyError, ValueError):
-            continue
-    return None
 
 
 def _named(grid: Grid) -> str:

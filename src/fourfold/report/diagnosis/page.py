@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from fourfold.debugger.reading.trace import Work
-from fourfold.debugger.slow import Diagnosis
+from fourfold.debugger.slow import Culprit, Diagnosis
 from fourfold.debugger.slow.accounts import DIMENSIONS
 from fourfold.debugger.slow.chain import Chains
-from fourfold.debugger.slow.verdict import Culprit
 from fourfold.layout import join_ranks
 from fourfold.report import drawing
 from fourfold.report.diagnosis.around import centre, culprit_ends, culprit_ranks, worst_step

@@ -8,6 +8,7 @@ from fourfold.layout import Coordinates, join_ranks
 from fourfold.report.text import percent
 from fourfold.simulator.causes import duration
 
+_WORTH_SAYING = 0.02  # of the step
 _NOTHING = 0.002  # of the step: a gain below this is none
 
 
@@ -155,7 +156,10 @@ def _nobody(found: Diagnosis) -> str:
 
 
 def _healthy(found: Diagnosis) -> str:
-    return f"Healthy: no rank, host or link stands out. {_seen(found)}"
+    verdict, more = found.verdict, ""
+    if verdict.documents_gain > _WORTH_SAYING * verdict.step_seconds:
+        more = f" Were documents even, a step would take {_without(found, verdict.documents_gain)}."
+    return f"Healthy: no rank, host or link stands out. {_seen(found)}{more}"
 
 
 def _seen(found: Diagnosis) -> str:
