@@ -71,7 +71,7 @@ class Bench:
             "layout.zero": 1,
             "pipeline.schedule": '"1f1b"',
             "pipeline.split": "[5, 3]" if grid.pp == 2 else "[3, 2, 2, 1]",  # the head is 2.4 layers
-            "batch.sequences": 4 * grid.dp,
+            "batch.sequences": 6 * grid.dp,
             "cluster.gpus_per_node": 4,
         }
         recipe = Path(__file__).parents[1] / "recipes" / "llama3-8b.toml"
@@ -183,7 +183,9 @@ def main() -> None:
     print(f"{arguments.ranks} ranks, {sum(row['cases'] for row in rows)} cases in {time.perf_counter() - began:.0f} s")
     print(f"{'planted':<9}{'factor':>7}{'cases':>7}{'right':>8}   found / planted: excess, gain (median, worst)")
     for row in rows:
-        more = "".join(f"   {row[key][0]:5.2f} {row[key][1]:5.2f}" if row[key] else "" for key in ("excess", "gain"))
+        more = "".join(
+            f"   {row[key][0]:5.2f} {row[key][1]:5.2f}" if row[key] else "       -     -" for key in ("excess", "gain")
+        )
         print(f"{row['kind']:<9}{row['factor']:>7}{row['cases']:>7}{row['right'] / row['cases']:>8.1%}{more}")
     for line in wrong[:20]:
         print("wrong:", line)

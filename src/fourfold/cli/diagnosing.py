@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from fourfold.cli.drawings import check_drawings, write_drawings
+from fourfold.cli.drawings import check_drawings, check_merged, write_drawings
 from fourfold.cli.errors import USER_ERROR, fail
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def diagnose(
 
     try:
         check_drawings(html=html, png=None, svg=None)
+        if merged is not None:
+            check_merged(merged)
         wanted = None if steps is None else _steps(steps)
         with _bar() as progress:
             found = ask(path, layout=layout, steps=wanted, workers=workers, keep=keep, progress=progress)

@@ -28,6 +28,11 @@ def check_picture(path: Path, suffixes: tuple[str, ...] = (".png", ".svg"), *, o
     _check(pictures.check_picture, path, suffixes, option=option)
 
 
+def check_merged(path: Path) -> None:
+    """The same of a merged trace."""
+    _check(check_target, path.with_suffix("") if path.suffix == ".gz" else path, (".json",), option="--merged")
+
+
 def _check(check: Callable[[Path, Sequence[str]], None], path: Path, suffixes: tuple[str, ...], *, option: str) -> None:
     try:
         check(path, suffixes)

@@ -46,6 +46,8 @@ def ask(
         chosen = None if steps is None else [step for step in table.steps if steps[0] <= step <= steps[1]]
         return judge_table(analyse(table, steps=chosen))
     if is_hang_source(path):
+        if steps is not None:
+            raise ValueError("--steps: has no effect on a hang; leave it out")
         return find_hang(path, grid)
     if is_logs(path) and not (path / "profile").is_dir():
         return diagnose_logs(path, layout=grid, steps=steps)

@@ -114,3 +114,14 @@ def test_where_nothing_is_nothing_is_found(tmp_path: Path) -> None:
         assert not is_hang_source(path)
         with pytest.raises(ValueError, match="nothing to find a hang in"):
             find_hang(path)
+
+
+def test_a_run_that_went_on_to_its_end_is_asked_for_slow_ranks(tmp_path: Path) -> None:
+    reports = tmp_path / "hangs" / "step-00000003"
+    reports.mkdir(parents=True)
+    (reports / "rank-00000.json").write_text('{"rank": 0, "doing": "step 3", "where": "loop.py:1"}')
+    assert is_hang_source(tmp_path)
+    for state, tells in (("running", True), ("failed", True), ("finished", False)):
+        (tmp_path / "run.json").write_text(f'{{"state": "{state}", "layout": {{"tp": 1, "cp": 1, "pp": 1, "dp": 1}}}}')
+        assert is_hang_source(tmp_path) is tells
+    assert is_hang_source(reports)  # who asks for the hang itself gets it

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,6 +38,7 @@ class Culprit:
         gain: seconds by which the step would be shorter, were it as its peers and all culprits before it mended; None:
             the step could not be replayed.
         by_class: seconds of the excess by class of work and pause (`suspects.CLASSES`).
+        pausing: of a link, the ranks of an FSDP group whose layers wait for what goes over it.
         levels: how the search came to it.
     """
 
@@ -48,14 +50,36 @@ class Culprit:
     gain: float | None
     by_class: dict[str, float] = field(default_factory=dict)
     levels: tuple[Level, ...] = ()
+    pausing: tuple[int, ...] = ()
 
 
 def culprits_of(
     suspects: Suspects, ranks: Sequence[int], accounts: Accounts, links: Sequence[SlowLink]
 ) -> list[Culprit]:
     """What is wrong with these ranks and links, the worst first."""
-    found = _with_groups([_slow_rank(suspects, rank, accounts) for rank in ranks], accounts, links)
-    return sorted([*found, *map(_slow_link, links)], key=lambda culprit: -culprit.excess)
+    found = [_slow_rank(suspects, rank, accounts) for rank in ranks]
+    of_links = [*map(_slow_link, links)]
+    pausing = {culprit.ranks[0]: culprit for culprit in found if culprit.cause == "launches"}
+    for members in _alike(pausing, accounts):
+        each = [pausing[rank] for rank in members]
+        found = [culprit for culprit in found if culprit not in each]
+        excess, factor = (float(np.mean([getattr(one, name) for one in each])) for name in ("excess", "factor"))
+        behind = next((i for i, link in enumerate(of_links) if {*link.ranks} <= {*members}), None)
+        if behind is None:
+            of_links.append(Culprit("link", members, "group", factor, excess, None, pausing=members))
+        else:
+            link = of_links[behind]
+            of_links[behind] = dataclasses.replace(link, excess=link.excess + excess, pausing=members)
+    return sorted([*found, *of_links], key=lambda culprit: -culprit.excess)
+
+
+def _alike(pausing: Collection[int], accounts: Accounts) -> Iterator[tuple[int, ...]]:
+    """FSDP groups all of whose ranks pause: no host does that. Their layers wait for weights from a slow link."""
+    present = accounts.present
+    for group in accounts.grid.groups("cp", "dp"):
+        members = tuple(rank for rank in group if present[rank])
+        if len(members) >= _GROUP and all(rank in pausing for rank in members):
+            yield members
 
 
 def _slow_rank(suspects: Suspects, rank: int, accounts: Accounts) -> Culprit:
@@ -104,22 +128,6 @@ def _work(rank: int, by_class: dict[str, float], accounts: Accounts) -> str:
     return "matrix products" if "gemm" in slow else "all work"
 
 
-def _with_groups(culprits: list[Culprit], accounts: Accounts, links: Sequence[SlowLink]) -> list[Culprit]:
-    """Pauses that all ranks of an FSDP group have in common are no host's: layers wait for weights on a slow link."""
-    present = accounts.present
-    pausing = {culprit.ranks[0]: culprit for culprit in culprits if culprit.cause == "launches"}
-    for group in accounts.grid.groups("cp", "dp"):
-        members = [rank for rank in group if present[rank]]
-        if len(members) < _GROUP or not pausing.keys() >= {*members}:
-            continue
-        culprits = [culprit for culprit in culprits if culprit not in [pausing[rank] for rank in members]]
-        if not any({*link.ranks} <= {*group} for link in links):
-            each = [pausing[rank] for rank in members]
-            excess, factor = (float(np.mean([getattr(one, name) for one in each])) for name in ("excess", "factor"))
-            culprits.append(Culprit("link", group, "group", factor, excess, None))
-    return culprits
-
-
 def _slow_link(link: SlowLink) -> Culprit:
     cause = {1: "network card", 2: "link"}.get(len(link.ranks), "group")
     return Culprit("link", link.ranks, cause, link.factor, link.excess, None)
@@ -139,14 +147,20 @@ def mended(culprit: Culprit, accounts: Accounts) -> Change:
         excess = sum(culprit.by_class[kind.name.lower()] for kind in Work)
         share = 1 - excess / busy if busy > 0 else 1.0
         return lambda replay: replay.at_speed({rank: min(max(share, 0.0), 1.0)}, with_pauses=accounts.on_processor)
+    return lambda replay: _on_normal_link(culprit, accounts, replay).in_time(culprit.pausing)
+
+
+def _on_normal_link(culprit: Culprit, accounts: Accounts, replay: Replay) -> Replay:
+    """Messages between stages take less; of TP's and CP's collectives, what their ranks do around them."""
     if len(culprit.ranks) == 2:
         one, other = culprit.ranks
         if accounts.grid.coordinates(one).pp != accounts.grid.coordinates(other).pp:
-            return lambda replay: replay.at_link_speed((one, other), 1 / culprit.factor)
+            return replay.at_link_speed((one, other), 1 / culprit.factor)
+    if culprit.cause == "group":
+        return replay
     busy = {
-        rank: float(mean((accounts.work[:, rank].sum(axis=1)) + accounts.transfer[:, rank, :3].sum(axis=1)))
+        rank: float(mean(accounts.work[:, rank].sum(axis=1) + accounts.transfer[:, rank, :3].sum(axis=1)))
         for rank in culprit.ranks
     }
-    return lambda replay: replay.at_speed(
-        {rank: max(1 - culprit.excess / seconds, 0.0) for rank, seconds in busy.items() if seconds > 0}
-    )
+    excess = culprit.excess if not culprit.pausing else 0.0
+    return replay.at_speed({rank: max(1 - excess / seconds, 0.0) for rank, seconds in busy.items() if seconds > 0})

@@ -16,7 +16,7 @@ from fourfold.debugger.slow.accounts import Accounts, account, common_steps, inc
 from fourfold.debugger.slow.clocks import Clocks, align
 from fourfold.debugger.slow.idle import RankSteps, cut
 from fourfold.debugger.slow.links import find_slow_links
-from fourfold.debugger.slow.meetings import Meetings, meet
+from fourfold.debugger.slow.meetings import Meetings, meet, waits_for_unseen
 from fourfold.debugger.slow.places import Layout, Places, layout_of
 from fourfold.debugger.slow.suspects import Suspects
 from fourfold.debugger.slow.verdict import Verdict, judge
@@ -101,16 +101,19 @@ def judge_ranks(
     clocks = align(ranks, meetings)
     accounts = account(ranks, meetings, grid, chosen)
     seconds = accounts.step_seconds
+    number = max(len(one.trace.steps.number) for one in ranks)
     links = find_slow_links(
         meetings,
         grid,
-        num_steps=max(len(one.trace.steps.number) for one in ranks),
+        num_steps=number,
         step_seconds=float(np.mean(seconds)),
         on_processor=accounts.on_processor,
     )
     replays = [replay for step in some(chosen) if (replay := replay_of_traces(ranks, meetings, grid, step)) is not None]
     shares = next((one.trace.shares for one in ranks if one.trace.shares), ())
-    verdict, suspects = judge(accounts, shares=shares, links=links, replays=replays)
+    verdict, suspects = judge(
+        accounts, shares=shares, links=links, replays=replays, unseen=waits_for_unseen(meetings, ranks, number)
+    )
     return Diagnosis(
         "traces",
         path,

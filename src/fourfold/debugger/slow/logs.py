@@ -6,6 +6,7 @@ its waits, the rank did not run: others had its processor, or it was stopped.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,13 +19,23 @@ from fourfold.debugger.slow.diagnosis import Diagnosis, some
 from fourfold.debugger.slow.places import Layout
 from fourfold.debugger.slow.verdict import judge
 from fourfold.debugger.slow.whatif import Computed, Replay, make_replay
-from fourfold.layout import Doing, Grid
+from fourfold.layout import Doing, Grid, Kind
 from fourfold.layout.actions import COMPUTE
 from fourfold.simulator.replay import Logs, RankLog, message_seconds, read_action_logs
 
 _HOST = {Doing.LOAD: "loader", Doing.GC: "garbage", Doing.STEP: "optimizer"}
 _MEETS = {Doing.COUNT: "dp", Doing.SUM: "dp", Doing.FLUSH: "pp", Doing.NORM: "end", Doing.MEET: "end"}
 """For whom a rank waits in these."""
+
+
+def _completed(logs: Logs) -> Logs:
+    """Older logs do not say how long FSDP's collectives took: there gathers and reductions are nothing else."""
+    ranks = []
+    for log in logs.ranks:
+        sharing = np.array([action.kind in (Kind.GATHER, Kind.REDUCE) for action in log.actions])
+        untold = sharing & (log.cpu < 0) & (log.fsdp == 0)
+        ranks.append(dataclasses.replace(log, fsdp=np.where(untold, log.own - log.tied, log.fsdp)))
+    return dataclasses.replace(logs, ranks=tuple(ranks))
 
 
 def accounts_of_logs(steps: Sequence[Logs], grid: Grid) -> Accounts:
@@ -119,7 +130,7 @@ def diagnose_logs(folder: Path, *, layout: Grid | None = None, steps: tuple[int,
         raise ValueError(
             f"--steps: no whole step of the logs is among them; there are {newest.steps[0]} to {newest.steps[-1]}"
         )
-    logs = [read_action_logs(folder, step, num_ranks=grid.size) for step in chosen]
+    logs = [_completed(read_action_logs(folder, step, num_ranks=grid.size)) for step in chosen]
     accounts = accounts_of_logs(logs, grid)
     replays = tuple(
         replay for one in logs if one.step in some(chosen) and (replay := replay_of_logs(one, grid)) is not None

@@ -47,6 +47,8 @@ class Meetings:
     """By the rank's own clock."""
     transfer: NDArray[np.int64]
     """Nanoseconds of the call that are no waiting."""
+    wait: NDArray[np.int64]
+    """The rest of the call."""
     keys: tuple[Key, ...] = field(repr=False)
     alone: int = 0
     """Calls without a counterpart, whose transfer is that of others like them."""
@@ -55,6 +57,34 @@ class Meetings:
         """The rows of one rank."""
         begin, end = np.searchsorted(self.rank, (index, index + 1))
         return slice(int(begin), int(end))
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """Ranks without a trace for whom others wait.
+
+    Attributes:
+        ranks: of the group that waits most, those without a trace.
+        seconds: per step, for which even the last of those that are there waits for them.
+    """
+
+    ranks: tuple[int, ...]
+    seconds: float
+
+
+def waits_for_unseen(meetings: Meetings, ranks: Sequence[RankSteps], num_steps: int) -> Unseen | None:
+    """For whom the ranks that are there wait most; None if nobody is missing, or waited for."""
+    there = {one.trace.rank for one in ranks}
+    least = np.full(int(meetings.number.max(initial=-1)) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(least, meetings.number, meetings.wait)
+    _, first = np.unique(meetings.number, return_index=True)
+    by_key = np.bincount(meetings.key[first] + 1, weights=least, minlength=len(meetings.keys) + 1)[1:]
+    worst = Unseen((), 0.0)
+    for key, nanoseconds in zip(meetings.keys, by_key.tolist(), strict=True):
+        missing = tuple(rank for rank in key[1] if rank not in there)
+        if missing and nanoseconds / num_steps / 1e9 > worst.seconds:
+            worst = Unseen(missing, nanoseconds / num_steps / 1e9)
+    return worst if worst.ranks else None
 
 
 def _by_key(
@@ -123,8 +153,9 @@ def meet(ranks: Sequence[RankSteps], places: Places) -> Meetings:
     rank, call, number, key = table.T
     columns = _columns(table, [steps.trace.calls for steps in ranks])
     transfer, unmet = _transfers(table, keys, *columns)
-    kind, elements, itemsize, _, end = columns
-    return Meetings(rank, call, number, key, kind, elements, itemsize, end, transfer, tuple(keys), unmet)
+    kind, elements, itemsize, start, end = columns
+    wait = end - start - transfer
+    return Meetings(rank, call, number, key, kind, elements, itemsize, end, transfer, wait, tuple(keys), unmet)
 
 
 def _columns(table: np.ndarray, calls: Sequence[Calls]) -> tuple[np.ndarray, ...]:
@@ -212,26 +243,27 @@ def _transfers(
 def _guess_groups(ranks: Sequence[RankSteps], places: Places) -> dict[int, dict[int, tuple[int, ...]]]:
     """Groups that traces do not name, by rank and stream: the ranks whose collectives of one stream end together.
 
-    The members of a group end as often as each other in a step, and at the same moments but for their clocks.
+    The members of a group end as often as each other in a step, and at the same moments but for their clocks. Streams
+    are numbered alike on all ranks; the threads of gloo, which stand for them, at least come in the same order.
     """
     out: dict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)
     by_rank = {steps.trace.rank: steps for steps in ranks}
-    unknown = {rank: sorted({int(s) for s in _unknown_streams(steps)}) for rank, steps in by_rank.items()}
+    unknown = {rank: _unknown_streams(steps).tolist() for rank, steps in by_rank.items()}
     grid = places.grid
     candidates = (("tp",), ("cp",), ("dp",), ("cp", "dp"), ("tp", "cp", "pp", "dp"), ("pp",))
     for rank, streams in unknown.items():
-        for stream in streams:
+        for place, stream in enumerate(streams):
             if rank >= grid.size or stream in out[rank]:
                 continue
             best: tuple[float, tuple[int, ...]] | None = None
             for dims in candidates:
                 members = grid.group_of(rank, *dims)
-                apart = _apart(by_rank, members, rank, stream)
+                apart = _apart(by_rank, unknown, members, rank, place)
                 if apart is not None and (best is None or apart < 0.5 * best[0]):
                     best = apart, members
             if best is not None:
                 for member in best[1]:
-                    out[member][stream] = best[1]
+                    out[member][unknown[member][place]] = best[1]
     return out
 
 
@@ -240,14 +272,20 @@ def _unknown_streams(steps: RankSteps) -> np.ndarray:
     return np.unique(calls.stream[(calls.group < 0) & (calls.kind != Call.SEND)])
 
 
-def _apart(by_rank: Mapping[int, RankSteps], members: tuple[int, ...], rank: int, stream: int) -> float | None:
+def _apart(
+    by_rank: Mapping[int, RankSteps],
+    unknown: Mapping[int, Sequence[int]],
+    members: tuple[int, ...],
+    rank: int,
+    place: int,
+) -> float | None:
     """Nanoseconds by which the ends of these ranks' calls differ, clocks aside; None if they do not go together."""
-    if len(members) < 2 or any(member not in by_rank for member in members):
+    if len(members) < 2 or any(place >= len(unknown.get(member, ())) for member in members):
         return None
     ends = []
     for member in members:
         calls = by_rank[member].trace.calls
-        ends.append(calls.end[(calls.stream == stream) & (calls.group < 0)])
+        ends.append(calls.end[(calls.stream == unknown[member][place]) & (calls.group < 0)])
     if not len(ends[0]) or any(len(one) != len(ends[0]) for one in ends):
         return None
     reference = ends[members.index(rank)]

@@ -101,40 +101,57 @@ def _channels(traces: Iterable[RankTrace]) -> set[tuple[int, int]]:
 
 
 def _inferred(groups: Mapping[tuple[int, ...], Group], channels: set[tuple[int, int]], world: int) -> Layout:
-    """From the groups' descriptions where these name a dimension, else from their strides, inner to outer."""
-    sizes = {"tp": 1, "cp": 1, "pp": 1, "dp": 1}
+    """From what groups are called where that names a dimension, else from the strides of their ranks.
+
+    Messages go to the next stage, so their smallest stride is the number of ranks inside of a stage.
+    """
     shapes: dict[tuple[int, int], str] = {}  # (stride, size) -> description
     for ranks, group in groups.items():
         stride = ranks[1] - ranks[0]
         if len(ranks) < world and all(b - a == stride for a, b in pairwise(ranks)):
             shapes.setdefault((stride, len(ranks)), group.description)
-    strides = [high - low for low, high in channels]
-    pp_stride = min(strides, default=0)
-    inner = 1
-    for (stride, size), description in sorted(shapes.items()):
-        told = next((dim for dim in ("tp", "cp", "pp") if dim in description.lower().replace("cpu", "")), None)
-        if told is None and pp_stride and stride % pp_stride == 0 and size == 2 and stride in strides:
-            continue  # the two ends of a channel
-        if stride != inner and told is None:
-            continue
-        if told is not None and sizes[told] == 1:
-            sizes[told] = size
-        elif told is None and stride == 1 and stride * size < world:
-            sizes["tp"] = size
-        elif told is None and stride == inner and stride * size < world and not pp_stride:
-            sizes["cp"] = size
-        inner = sizes["tp"] * sizes["cp"] * sizes["pp"]
-    if pp_stride and sizes["pp"] == 1:
-        inside = pp_stride
-        if inside % (sizes["tp"] * sizes["cp"]) == 0:
-            sizes["cp"] = inside // sizes["tp"]
-        sizes["pp"] = _stages(channels, pp_stride)
-    inner = sizes["tp"] * sizes["cp"] * sizes["pp"]
-    if world % inner:
+    named = {name: shape for shape, description in sorted(shapes.items()) if (name := _name(description))}
+    nameless = [shape for shape, description in shapes.items() if _name(description) is None]
+    strides = {high - low for low, high in channels}
+    inside = min(strides, default=0) or named.get("pp", (0, 0))[0]  # ranks of a stage, of one replica
+    tp = named["tp"][1] if "tp" in named else _innermost(nameless, strides, inside)
+    cp = named["cp"][1] if "cp" in named else 1
+    if inside:
+        pp = _stages(channels, inside) if channels else named["pp"][1]
+        cp = inside // tp
+    else:
+        pp = 1
+        next_out = [size for stride, size in nameless if stride == tp and tp * size < world]
+        if "cp" not in named and len(next_out) > 1:
+            cp = min(next_out)
+    if tp * cp * pp == 0 or world % (tp * cp * pp) or (inside and inside % tp):
         return Layout(Grid(dp=world), "none", "the groups in the traces make no layout; --layout helps")
-    sizes["dp"] = world // inner
-    grid = Grid(**sizes)
-    return Layout(grid, "groups", f"the layout was inferred from the groups: {_named(grid)}")
+    grid = Grid(tp=tp, cp=cp, pp=pp, dp=world // (tp * cp * pp))
+    note = f"the layout was inferred from the groups: {_named(grid)}"
+    if cp > 1 and _name(shapes.get((tp, cp), "")) == "dp":
+        note += "; what is called cp is data parallel, which lies inside of the pipeline here"
+    return Layout(grid, "groups", note)
+
+
+def _name(description: str) -> str | None:
+    """The dimension that a description names, as in mesh_tp or TENSOR_MODEL_PARALLEL_GROUP."""
+    words = {*description.lower().replace("-", "_").split("_")}
+    named = (
+        ("dp", {"dp", "data", "fsdp"}),
+        ("tp", {"tp", "tensor"}),
+        ("cp", {"cp", "context"}),
+        ("pp", {"pp", "pipeline"}),
+    )
+    return next((name for name, any_of in named if words & any_of), None)
+
+
+def _innermost(shapes: Iterable[tuple[int, int]], strides: set[int], inside: int) -> int:
+    """The size of the groups of neighbouring ranks, which are TP's; 1 if there are none.
+
+    Two neighbours between which messages go may be the ends of a channel.
+    """
+    sizes = [size for stride, size in shapes if stride == 1 and not (size == 2 and 1 in strides)]
+    return min((size for size in sizes if not inside or inside % size == 0), default=1)
 
 
 def _stages(channels: set[tuple[int, int]], stride: int) -> int:

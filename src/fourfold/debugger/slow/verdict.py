@@ -14,8 +14,10 @@ from fourfold.debugger.slow.accounts import Accounts, Seconds
 from fourfold.debugger.slow.culprits import Culprit, culprits_of, mended
 from fourfold.debugger.slow.known import mean, median
 from fourfold.debugger.slow.links import SlowLink
+from fourfold.debugger.slow.meetings import Unseen
 from fourfold.debugger.slow.suspects import Suspects, find_suspects, typical
 from fourfold.debugger.slow.whatif import Replay
+from fourfold.layout import join_ranks
 
 Answer = Literal[
     "slow rank", "slow link", "several", "rotating", "partition", "documents", "no single culprit", "healthy"
@@ -23,7 +25,8 @@ Answer = Literal[
 
 MOST_CULPRITS = 64
 _LONGER_STAGE = 1.10  # times the other stages, against its expected share
-_LONG = 0.05  # of the step: what a long stage must cost to be the answer
+_LONG = 0.05  # of the step: what a long stage, or ranks without a trace, must cost to be the answer
+_EVEN = 1.02  # times the mean attention: less is no unevenness
 _UNEVEN = 0.10  # the same of documents, which are never even
 _WAITS = 0.2  # of the step: with so much waiting for peers of which none stands out, something is wrong all the same
 _BESIDE = 0.3  # of the first's excess: with less, on processors that others have as well, a second stands out by chance
@@ -60,6 +63,9 @@ class Verdict:
     what_ifs: tuple[WhatIf, ...]
     rotating: tuple[tuple[int, int], ...] = ()
     stage: Stage | None = None
+    """That computes longer than its expected share."""
+    uneven: Stage | None = None
+    """That computes longer than the others, as expected: their shares differ by plan."""
     documents: float = 1.0
     """Attention of the (dp, cp) with most, over the mean."""
     documents_gain: float = 0.0
@@ -75,6 +81,7 @@ def judge(
     shares: tuple[float, ...] = (),
     links: Sequence[SlowLink] = (),
     replays: Sequence[Replay] = (),
+    unseen: Unseen | None = None,
 ) -> tuple[Verdict, Suspects]:
     """The verdict, and what it rests on.
 
@@ -83,6 +90,7 @@ def judge(
         shares: expected share of the work of each pipeline rank; empty: equal shares.
         links: that are slow.
         replays: of some steps, if they can be replayed; gains are their mean.
+        unseen: ranks without a trace for whom others wait.
     """
     suspects, ranks = _one_after_another(accounts, shares)
     step = float(np.mean(accounts.step_seconds))
@@ -94,15 +102,15 @@ def judge(
     spread, documents_gain = _documents(suspects, accounts, healed)
     if documents_gain > 0:
         what_ifs.append(WhatIf("documents", "every rank had the mean attention", documents_gain))
-    if stage is not None:
-        what_ifs.append(
-            WhatIf(f"stage {stage.pp_rank}", f"pipeline rank {stage.pp_rank} had no more than its share", stage.gain)
-        )
+    uneven = _long_stage(accounts, (), healed) if shares and stage is None else None
+    for one, words in ((stage, "no more than its share"), (uneven, "as much to do as the others")):
+        if one is not None:
+            what_ifs.append(WhatIf(f"stage {one.pp_rank}", f"pipeline rank {one.pp_rank} had {words}", one.gain))
     what_ifs += _class_gains(suspects, accounts, replays, [c.ranks[0] for c in culprits if c.kind == "compute"])
     error = None
     if replays:
         error = float(np.mean([replay.seconds() / replay.measured - 1 for replay in replays]))
-    answer, reason = _answer(culprits, suspects, stage, documents_gain, accounts, step)
+    answer, reason = _answer(culprits, suspects, stage, documents_gain, accounts, step, unseen)
     verdict = Verdict(
         answer,
         tuple(culprits),
@@ -111,6 +119,7 @@ def judge(
         tuple(sorted(what_ifs, key=lambda w: -w.gain)),
         suspects.rotating if answer == "rotating" else (),
         stage,
+        uneven,
         spread,
         documents_gain,
         error,
@@ -192,9 +201,13 @@ def _long_stage(accounts: Accounts, shares: tuple[float, ...], replays: Sequence
 def _documents(suspects: Suspects, accounts: Accounts, replays: Sequence[Replay]) -> tuple[float, float]:
     """Attention of the (dp, cp) with most over the mean, and what even documents would gain."""
     documents = mean(suspects.documents, axis=0)
-    if documents.size < 2 or not accounts.attention_known or not np.nanmax(documents) > 0:
+    # Processors that others have as well make attention uneven, too.
+    told = accounts.attention_known and not accounts.on_processor
+    if documents.size < 2 or not told or not np.nanmax(documents) > 0:
         return 1.0, 0.0
     spread = float(np.nanmax(documents) / mean(documents))
+    if spread < _EVEN:
+        return spread, 0.0
     if replays:
         return spread, max(_gain(replays, [replay.even_documents() for replay in replays]), 0.0)
     per_step = (
@@ -235,6 +248,7 @@ def _answer(
     documents_gain: float,
     accounts: Accounts,
     step: float,
+    unseen: Unseen | None,
 ) -> tuple[Answer, str]:
     if len(culprits) > 1:
         return "several", ""
@@ -249,6 +263,12 @@ def _answer(
         return "partition", ""
     if np.count_nonzero(accounts.present) == 1:
         return "no single culprit", f"one rank of {accounts.grid.size:,} has a trace, and nobody to be compared with"
+    if unseen is not None and unseen.seconds > _LONG * step:
+        who = f"rank{'s' * (len(unseen.ranks) > 1)} {join_ranks(unseen.ranks, 8)}"
+        return (
+            "no single culprit",
+            f"{who}, without a trace, held up others for {unseen.seconds / step:.0%} of the step",
+        )
     if not suspects.compared:
         return "no single culprit", "no rank has peers that do the same"
     waits = mean(accounts.wait[:, :, [0, 1, 3]].sum(axis=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -27,13 +28,22 @@ def answer_text(found: Answer) -> str:
 
 
 def answer_json(found: Answer) -> dict[str, Any]:
-    """docs/formats.md explains the keys."""
+    """docs/formats.md explains the keys. What is not known is null."""
     if isinstance(found, Diagnosis):
-        return diagnosis_json(found)
+        return _finite(diagnosis_json(found))
     if isinstance(found, Hang):
         verdict = "hang" if found.causes or found.stuck else "no hang"
-        return {"format": 1, "verdict": verdict, **msgspec.to_builtins(found, str_keys=True)}
-    return table_json(found)
+        return _finite({"format": 1, "verdict": verdict, **msgspec.to_builtins(found, str_keys=True)})
+    return _finite(table_json(found))
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinity are no JSON."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def answer_page(found: Answer) -> Page:

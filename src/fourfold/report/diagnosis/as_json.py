@@ -28,6 +28,9 @@ def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
         "stage": None if verdict.stage is None else {
             "pp": verdict.stage.pp_rank, "ratio": verdict.stage.ratio, "gain_seconds": verdict.stage.gain
         },
+        "uneven": None if verdict.uneven is None else {
+            "pp": verdict.uneven.pp_rank, "ratio": verdict.uneven.ratio, "gain_seconds": verdict.uneven.gain
+        },
         "documents": {"most_over_mean": verdict.documents, "gain_seconds": verdict.documents_gain},
         "what_ifs": [{"what": w.what, "sentence": w.sentence, "gain_seconds": w.gain} for w in verdict.what_ifs],
         "source": found.source,

@@ -79,6 +79,12 @@ def evidence(found: Diagnosis) -> list[str]:
         f"{found.source}: {len(found.ranks):,} ranks, tp {grid.tp} cp {grid.cp} pp {grid.pp} dp {grid.dp}, {numbers}"
     ]
     if found.clocks is not None and len(found.ranks) > 1:
+        if len({*found.clocks.island.tolist()}) == len(found.ranks):
+            return [
+                *out,
+                "clocks cannot be compared: nothing is seen on two ranks that they did together",
+                *found.notes,
+            ]
         wrong = found.clocks.wrong
         out.append(
             f"clocks differ by up to {duration(float(wrong.max() - wrong.min()) / 1e9)}; aligned by the ends of common "
