@@ -38,8 +38,10 @@ def traces(written: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    job = made.Job(dp=2, pp=2, micro_batches=3, steps=2,
-                   factor=lambda step, dp, stage, virtual, micro_batch: 1.6 if (dp, stage) == (1, 0) else 1.0)  # fmt: skip
+    def slow(step: int, dp: int, stage: int, virtual: int, micro_batch: int) -> float:
+        return 1.6 if (dp, stage) == (1, 0) else 1.0
+
+    job = made.Job(dp=2, pp=2, micro_batches=3, steps=2, factor=slow)
     return made.write(tmp_path_factory.mktemp("table") / "job.parquet", job.rows())
 
 
@@ -186,9 +188,7 @@ class TestTraces:
         assert printed(capsys).startswith("Healthy: no rank, host or link stands out. Seen: 4 of 4 ranks")
         assert "Healthy" in page.read_text(encoding="utf-8")
 
-    def test_what_stands_beside_traces_is_passed_over(
-        self, traces: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:  # fmt: skip
+    def test_what_stands_beside_traces_is_passed_over(self, traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (traces / TRUTH).write_text("{}")
         (traces / "rank-9.json.partial").write_text("{")
         (traces / "notes.txt").write_text("")
@@ -325,7 +325,9 @@ class TestRefused:
         assert diagnose(tmp_path) == 2
         assert "in this folder are no traces" in refused(capsys)
 
-    @pytest.mark.parametrize("text", ["", "no JSON", "[]", "{}", '{"traceEvents": []}', '{"traceEvents": [{}]}', "\x00"])
+    @pytest.mark.parametrize(
+        "text", ["", "no JSON", "[]", "{}", '{"traceEvents": []}', '{"traceEvents": [{}]}', "\x00"]
+    )
     def test_files_that_are_none(self, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = tmp_path / "rank-0.json"
         path.write_text(text)

@@ -1,7 +1,7 @@
 """Faults planted in simulated steps of 16 ranks, written as traces, read, and found again.
 
-A sample of benchmarks/diagnose.py, which has every rank and more ranks: 1 % jitter, clocks of hosts that are wrong by up
-to 60 ms, and documents of every length. What was planted is read from the truth.json beside the traces.
+A sample of benchmarks/diagnose.py, which has every rank and more of them: 1 % jitter, clocks of hosts that are wrong by
+up to 60 ms, and documents of every length. What was planted is read from the truth.json beside the traces.
 """
 
 from __future__ import annotations

@@ -74,11 +74,8 @@ def job(slowed: Callable[[Key], float] = lambda key: 1.0, *, jitter: float = 0.0
 
 
 def found(made: Iterable[Made], *, on_processor: bool = False, step_seconds: float = STEP_SECONDS) -> list[SlowLink]:
-    return [
-        *find_slow_links(
-            meetings(made), GRID, num_steps=STEPS, step_seconds=step_seconds, on_processor=on_processor
-        )
-    ]  # fmt: skip
+    links = find_slow_links(meetings(made), GRID, num_steps=STEPS, step_seconds=step_seconds, on_processor=on_processor)
+    return [*links]
 
 
 def total(key: Key, made: Iterable[Made]) -> float:

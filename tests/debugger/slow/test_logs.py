@@ -91,7 +91,9 @@ class Run:
             end = max(came.values()) + (MEETING if self.grid.tp > 1 else 0)
             for rank in team:
                 tied = end - came[rank]
-                self.line(rank, f"{pp}{kind}{micro_batch}", end - self.now[rank], wait=waits[rank], tp=tied, cpu=ran[rank])
+                self.line(
+                    rank, f"{pp}{kind}{micro_batch}", end - self.now[rank], wait=waits[rank], tp=tied, cpu=ran[rank]
+                )
                 to = pp + 1 if kind == "F" else pp - 1
                 if 0 <= to < self.grid.pp:
                     self.line(rank, f"{pp}SEND_{kind}{micro_batch}", 0)
@@ -109,9 +111,7 @@ class Run:
         return write(folder, lines, self.grid if run else None, without)
 
 
-def write(
-    folder: Path, lines: list[list[dict[str, Any]]], grid: Grid | None, without: tuple[str, ...] = ()
-) -> Path:  # fmt: skip
+def write(folder: Path, lines: list[list[dict[str, Any]]], grid: Grid | None, without: tuple[str, ...] = ()) -> Path:
     """The folder of a run. `without`: keys that older logs have not got."""
     (folder / "actions").mkdir(parents=True)
     for rank, rows in enumerate(lines):

@@ -110,9 +110,7 @@ def test_a_call_that_a_trace_lacks(place: int) -> None:
     for given in (lacking, [unnumbered(one) for one in lacking]):
         ranks = ranks_of(given)
         found = meet(ranks, Places(grid))
-        wanted = {
-            frozenset((rank, 10 * i + 1) for rank in range(4) if (rank, i) != (2, place)) for i in range(12)
-        }
+        wanted = {frozenset((rank, 10 * i + 1) for rank in range(4) if (rank, i) != (2, place)) for i in range(12)}
         assert met(ranks, found) == wanted
         assert found.alone == 3
 
@@ -196,8 +194,10 @@ class TestIncomplete:
         assert found.alone == 2
 
     def test_or_what_it_took_at_best_if_there_is_nobody_else(self) -> None:
-        calls = {0: [Met(10, 40, Call.ALL_REDUCE, self.GROUP, 1), Met(50, 58, Call.ALL_REDUCE, self.GROUP, 2)],
-                 4: [Met(20, 40, Call.ALL_REDUCE, self.GROUP, 1), Met(45, 58, Call.ALL_REDUCE, self.GROUP, 2)]}  # fmt: skip
+        calls = {
+            0: [Met(10, 40, Call.ALL_REDUCE, self.GROUP, 1), Met(50, 58, Call.ALL_REDUCE, self.GROUP, 2)],
+            4: [Met(20, 40, Call.ALL_REDUCE, self.GROUP, 1), Met(45, 58, Call.ALL_REDUCE, self.GROUP, 2)],
+        }
         ranks = ranks_of([trace(rank, self.GRID, end=60, works=[], calls=own) for rank, own in calls.items()])
         found = meet(ranks, Places(self.GRID))
         assert transfers(ranks, found) == {(0, 10): 8, (0, 50): 8, (4, 20): 8, (4, 45): 8}

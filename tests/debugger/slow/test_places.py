@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -81,12 +81,8 @@ def job(grid: Grid, *, names: bool = False, fsdp: bool = True, world: bool = Tru
             named |= {group: f"mesh_{name}" for group in grid.groups(*dims) if len(group) > 1 and group not in named}
     if world:
         named.setdefault(tuple(range(grid.size)), "default_pg")
-    channels = [
-        pair for group in grid.groups("pp") for a, b in zip(group, group[1:], strict=False) for pair in ((a, b), (b, a))
-    ]
-    return [
-        member(rank, grid.size, named, channels, names=named if names else None) for rank in range(grid.size)
-    ]  # fmt: skip
+    channels = [pair for group in grid.groups("pp") for a, b in pairwise(group) for pair in ((a, b), (b, a))]
+    return [member(rank, grid.size, named, channels, names=named if names else None) for rank in range(grid.size)]
 
 
 class TestLayout:
@@ -115,9 +111,15 @@ class TestLayout:
 
     @pytest.mark.parametrize(
         "grid",
-        [Grid(tp=2, dp=4), Grid(tp=2, pp=2, dp=2), Grid(tp=4, pp=4, dp=2), Grid(pp=4, dp=2), Grid(tp=2, cp=2, pp=2, dp=2)],
+        [
+            Grid(tp=2, dp=4),
+            Grid(tp=2, pp=2, dp=2),
+            Grid(tp=4, pp=4, dp=2),
+            Grid(pp=4, dp=2),
+            Grid(tp=2, cp=2, pp=2, dp=2),
+        ],
         ids=str,
-    )  # fmt: skip
+    )
     def test_is_made_out_of_strides_and_messages(self, grid: Grid) -> None:
         assert layout_of(job(grid), None).grid == grid
 
@@ -126,7 +128,7 @@ class TestLayout:
         tp = [(0, 1), (2, 3), (4, 5), (6, 7)]
         dp = [(0, 2), (1, 3), (4, 6), (5, 7)]
         channels = [(rank, rank + 4) for rank in range(4)]
-        names = {group: "TENSOR_MODEL_PARALLEL_GROUP" for group in tp} | {group: "DATA_PARALLEL_GROUP" for group in dp}
+        names = dict.fromkeys(tp, "TENSOR_MODEL_PARALLEL_GROUP") | dict.fromkeys(dp, "DATA_PARALLEL_GROUP")
         for told in (names, None):
             found = layout_of([member(rank, 8, [*tp, *dp], channels, names=told) for rank in range(8)], None)
             assert (found.grid.tp, found.grid.pp) == (2, 2)

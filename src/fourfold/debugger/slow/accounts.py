@@ -87,7 +87,7 @@ def sharing_processors(accounts: Accounts, processor: Seconds | None = None) -> 
     busy = work.sum(axis=2)
     if processor is not None:
         own = busy + host[:, :, launch]
-        ran = np.where(np.isnan(processor), busy, np.minimum(processor, own))
+        ran = np.where(np.isnan(processor) | (busy == 0), busy, np.minimum(processor, own))
         with np.errstate(divide="ignore", invalid="ignore"):
             work *= np.where(busy > 0, ran / busy, 1.0)[:, :, None]
         host[:, :, launch], busy = own - ran, work.sum(axis=2)

@@ -162,8 +162,8 @@ def _healthy(found: Diagnosis) -> str:
     if verdict.uneven is not None and verdict.uneven.gain > _WORTH_SAYING * verdict.step_seconds:
         one = verdict.uneven
         more += (
-            f" Pipeline rank {one.pp_rank} computes {one.ratio:.2f} times as long as the others, as the run planned it; "
-            f"with an even split a step would take {_without(found, one.gain)}."
+            f" Pipeline rank {one.pp_rank} computes {one.ratio:.2f} times as long as the others, as the run planned "
+            f"it; with an even split a step would take {_without(found, one.gain)}."
         )
     return f"Healthy: no rank, host or link stands out. {_seen(found)}{more}"
 
