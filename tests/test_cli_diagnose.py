@@ -299,6 +299,7 @@ class TestRefused:
             ({"steps": "3-2"}, "--steps 3-2: must be a step or first-last, as in 10-12"),
             ({"steps": "last"}, "--steps last: must be a step or first-last"),
             ({"steps": "-1"}, "--steps -1: must be"),
+            ({"workers": 0}, "--workers 0: must be at least 1"),
             ({"html": "page.txt"}, "page.txt: ends in '.txt'; must end in .html or .htm"),
             ({"html": "no/page.html"}, "there is no folder"),
             ({"merged": "no/all.json"}, "there is no folder"),
@@ -308,7 +309,7 @@ class TestRefused:
         ],
     )
     def test_before_anything_is_written(
-        self, options: dict[str, str], message: str, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, options: dict[str, Any], message: str, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         given = {key: tmp_path / value if key in ("merged", "html") else value for key, value in options.items()}
         assert diagnose(written, **given) == 2

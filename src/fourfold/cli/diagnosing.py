@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +69,8 @@ def diagnose(
         if merged is not None:
             check_merged(merged)
         wanted = None if steps is None else _steps(steps)
+        if workers is not None and workers < 1:
+            raise ValueError(f"--workers {workers}: must be at least 1; nearest legal: 1")
         with _bar() as progress:
             found = ask(path, layout=layout, steps=wanted, workers=workers, keep=keep, progress=progress)
         written = []
@@ -79,10 +83,18 @@ def diagnose(
             written += [f"trace: {merged} (Perfetto opens it)", *(f"  {sentence}" for sentence in left_out)]
     except (ValueError, OSError) as error:
         return fail(error, USER_ERROR)
-    print(json.dumps(answer_json(found)) if as_json else answer_text(found))
+    print(json.dumps(answer_json(found)) if as_json else _wrapped(answer_text(found)))
     if written:
         print("", *written, sep="\n", file=sys.stderr if as_json else sys.stdout)
     return 0
+
+
+def _wrapped(text: str) -> str:
+    """On a terminal, sentences that are longer than a line are broken between words."""
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(line if line.startswith(" ") else textwrap.fill(line, width) for line in text.split("\n"))
 
 
 def _steps(text: str) -> tuple[int, int]:

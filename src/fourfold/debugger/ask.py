@@ -61,6 +61,8 @@ def write_merged_of(found: Answer, path: Path) -> tuple[str, ...]:
     """
     if not isinstance(found, Diagnosis) or found.clocks is None:
         raise ValueError("--merged: needs profiler traces")
+    if path.resolve() in {file.resolve() for file in find(found.path)}:
+        raise ValueError(f"--merged {path}: is one of the traces that were read; give another name")
     offsets = dict(zip(found.ranks, found.clocks.offset.tolist(), strict=True))
     traces = read_all(find(found.path), reduce=_itself, failed=lambda _: None)
     return write_merged(path, traces, offsets=offsets)

@@ -36,8 +36,9 @@ def meetings(all_ends: Iterable[Ends]) -> Meetings:
     ]
     rows.sort()
     rank, number_, key_, kind_, end_ = np.array(rows, dtype=np.int64).reshape(-1, 5).T
-    same = np.full(len(rows), 1)
-    return Meetings(rank, np.arange(len(rows)), number_, key_, kind_, same, same, end_, same, tuple(keys))
+    told = {"rank": rank, "number": number_, "key": key_, "kind": kind_, "end": end_, "call": np.arange(len(rows))}
+    rest = {f.name: np.ones(len(rows), dtype=np.int64) for f in dataclasses.fields(Meetings)}
+    return Meetings(**(rest | told | {"keys": tuple(keys), "alone": 0}))
 
 
 def collectives(

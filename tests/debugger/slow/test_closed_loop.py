@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 from fourfold.debugger.slow import Diagnosis
+from fourfold.debugger.slow.links import find_slow_links
 
 GAIN_MATTERS = 0.02  # of the step
 
@@ -27,6 +28,15 @@ def benchmark_script() -> ModuleType:
         return diagnose
     finally:
         sys.path.pop(0)
+
+
+def find_links(found: Diagnosis) -> set[tuple[str, tuple[int, ...]]]:
+    """All groups that are slow."""
+    assert found.meetings is not None
+    links = find_slow_links(
+        found.meetings, found.layout.grid, num_steps=len(found.steps), step_seconds=0.2, on_processor=False
+    )
+    return {group for link in links for group in link.groups}
 
 
 class Loop:
@@ -94,6 +104,17 @@ def test_a_slow_link(loop: Loop, ends: tuple[int, int], factor: float) -> None:
     assert found.verdict.answer == "slow link"
     assert found.verdict.culprits[0].factor == pytest.approx(factor, rel=0.10)
     loop.check(found, cost)
+
+
+def test_a_link_over_which_weights_go(loop: Loop) -> None:
+    """Its ranks are also of one FSDP group, and each stage has but two of these: no host is to blame for the waits."""
+    found, cost = loop.run("link", 1.5, ("link=8-10:1.5",), 308)
+    assert cost > GAIN_MATTERS * loop.bench.step_seconds
+    assert found.verdict.answer == "slow link"
+    (culprit,) = found.verdict.culprits
+    assert (culprit.kind, culprit.ranks) == ("link", (8, 10))
+    assert culprit.factor == pytest.approx(1.5, rel=0.02)
+    assert ("fsdp", (0, 2, 8, 10)) in find_links(found)
 
 
 def test_two_slow_gpus(loop: Loop) -> None:

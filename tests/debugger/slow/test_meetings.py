@@ -14,7 +14,7 @@ import pytest
 from fourfold.debugger.reading import find, read_all
 from fourfold.debugger.reading.trace import UNKNOWN, Call, Group, RankTrace
 from fourfold.debugger.slow.idle import RankSteps, cut
-from fourfold.debugger.slow.meetings import Meetings, meet
+from fourfold.debugger.slow.meetings import Meetings, Unseen, meet, waits_for_unseen
 from fourfold.debugger.slow.places import Places
 from fourfold.layout import Grid
 from tests.debugger import jobs
@@ -201,6 +201,37 @@ class TestIncomplete:
         ranks = ranks_of([trace(rank, self.GRID, end=60, works=[], calls=own) for rank, own in calls.items()])
         found = meet(ranks, Places(self.GRID))
         assert transfers(ranks, found) == {(0, 10): 8, (0, 50): 8, (4, 20): 8, (4, 45): 8}
+
+
+class TestUnseen:
+    """Ranks without a trace for whom others wait."""
+
+    GRID = Grid(dp=3)
+
+    def unseen(self, there: Sequence[int]) -> Unseen | None:
+        """Rank 1 comes 20 ms after the others to the first, and rank 0 last to the second; both take 4 ms."""
+        came = {0: (10, 50), 1: (36, 41), 2: (16, 44)}
+        calls = {
+            rank: [Met(at, end, Call.ALL_REDUCE, (0, 1, 2), number)
+                   for number, (at, end) in enumerate(zip(came[rank], (40, 54), strict=True))]
+            for rank in there
+        }  # fmt: skip
+        ranks = ranks_of([trace(rank, self.GRID, end=60, works=[], calls=calls[rank]) for rank in there])
+        return waits_for_unseen(meet(ranks, Places(self.GRID)), ranks, 1)
+
+    def test_nobody_is_missing(self) -> None:
+        assert self.unseen([0, 1, 2]) is None
+
+    def test_who_is_waited_for(self) -> None:
+        found = self.unseen([0, 2])
+        assert found is not None
+        assert found.ranks == (1,)
+        # At best a collective takes the 4 ms of the second, in which rank 0 was the last: of the first, in which rank 2
+        # is for 24 ms, 20 are waiting.
+        assert found.seconds == pytest.approx(0.020)
+
+    def test_who_is_not_waited_for(self) -> None:
+        assert self.unseen([0, 1]) is None
 
 
 class TestGroups:

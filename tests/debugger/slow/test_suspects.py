@@ -219,11 +219,11 @@ class TestThresholds:
         assert above.ranks == (4,)
         np.testing.assert_allclose(above.threshold, least * OWN)
 
-    @pytest.mark.parametrize("jitter", [0.01, 0.1])
-    def test_chance_is_nobodys_fault(self, jitter: float) -> None:
+    @pytest.mark.parametrize(("jitter", "most"), [(0.01, 0), (0.1, 5)])
+    def test_chance_is_nobodys_fault(self, jitter: float, most: int) -> None:
         grid = Grid(tp=4, pp=4, dp=4)
         blamed = [find_suspects(accounts(grid, jitter=jitter, seed=seed)).ranks for seed in range(100)]
-        assert sum(map(bool, blamed)) <= 1
+        assert sum(map(bool, blamed)) <= most
 
     def test_what_is_lost_in_chance_is_found_where_it_varies_less(self) -> None:
         grid = Grid(tp=4, pp=4, dp=4)

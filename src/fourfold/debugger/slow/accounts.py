@@ -19,6 +19,7 @@ from fourfold.debugger.slow.known import median
 from fourfold.debugger.slow.meetings import Meetings
 from fourfold.layout import Grid
 
+_SOME = 0.05  # of the computing that peers do: with less nothing of a step was recorded
 _WHOLE = 0.9  # of the calls that peers have: with fewer a step is not whole
 Seconds = NDArray[np.float64]
 DIMENSIONS = ("tp", "cp", "pp", "dp", "end", "other")
@@ -110,28 +111,36 @@ def common_steps(ranks: Sequence[RankSteps], chosen: tuple[int, int] | None) -> 
         for number in steps.trace.steps.number.tolist():
             counts[number] = counts.get(number, 0) + 1
     wanted = {n: count for n, count in counts.items() if chosen is None or chosen[0] <= n <= chosen[1]}
+    asked = "" if chosen is None else f"--steps {chosen[0]}-{chosen[1]}: "
     if not wanted:
         there = f"{min(counts)} to {max(counts)}" if counts else "none"
-        asked = "" if chosen is None else f"--steps {chosen[0]}-{chosen[1]}: "
         raise ValueError(f"{asked}no such step in the traces; they have {there}")
     most = max(wanted.values())
     if most == 1 < len(ranks):
-        a, b = ((one.trace.rank, one.trace.steps.number[0]) for one in ranks[:2])
-        raise ValueError(f"the traces have no step in common: rank {a[0]} has step {a[1]}, rank {b[0]} step {b[1]}")
+        owner = {n: one.trace.rank for one in ranks for n in one.trace.steps.number.tolist()}
+        who = ", ".join(f"rank {owner[n]} has step {n}" for n in sorted(wanted)[:2])
+        raise ValueError(f"{asked}the traces have no step in common: {who}")
     return tuple(sorted(n for n, count in wanted.items() if count == most))
 
 
 def incomplete(ranks: Sequence[RankSteps], grid: Grid, steps: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    """Of ranks whose files are damaged, the steps of which a good part is missing: fewer calls than their peers."""
-    counts = np.full((len(steps), grid.size), np.nan)
+    """Of ranks whose files are damaged, the steps of which a good part is missing.
+
+    These have fewer calls than their peers have, or next to no computing.
+    """
+    counts, busy = np.full((2, len(steps), grid.size), np.nan)
     for one in ranks:
         calls = np.bincount(one.trace.calls.step[one.trace.calls.step >= 0], minlength=len(one.trace.steps.number))
         for at, number in enumerate(one.trace.steps.number.tolist()):
             if number in steps:
                 counts[steps.index(number), one.trace.rank] = calls[at]
+                busy[steps.index(number), one.trace.rank] = one.busy[at].sum()
     shape = (len(steps), grid.dp, grid.pp, grid.cp, grid.tp)
-    usual = median(counts.reshape(shape), (1, 3, 4), keepdims=True)
-    few = (counts.reshape(shape) < _WHOLE * usual).reshape(len(steps), -1)
+    few = np.zeros(shape, dtype=bool)
+    for column, least in ((counts, _WHOLE), (busy, _SOME)):
+        column = column.reshape(shape)
+        few |= column < least * median(column, (1, 3, 4), keepdims=True)
+    few = few.reshape(len(steps), -1)
     return {
         int(rank): tuple(steps[i] for i in np.flatnonzero(few[:, rank])) for rank in np.flatnonzero(few.any(axis=0))
     }
@@ -143,6 +152,9 @@ def account(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid, steps: t
     work, host = np.full((*shape, len(Work)), np.nan), np.full((*shape, len(HOST)), np.nan)
     transfer, wait = np.full((*shape, len(DIMENSIONS)), np.nan), np.full((*shape, len(DIMENSIONS)), np.nan)
     processor = np.full(shape, np.nan)
+    # A step that is the first of some traces only begins there with its first event: its beginning is left out of all.
+    first = [one.trace.steps.number[0] for one in ranks if len(one.trace.steps.number)]
+    cut_short = np.array([0 < first.count(number) < len(ranks) for number in steps])
     dimension = np.array([DIMENSIONS.index(_DIMENSION_OF.get(key[0], "other")) for key in meetings.keys] + [5])
     for index, one in enumerate(ranks):
         rank = one.trace.rank
@@ -168,6 +180,7 @@ def account(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid, steps: t
         np.add.at(transfer[:, rank], (j, dims[call]), (ended - turned) / 1e9)
         late = one.by_host
         kept = place[late.step] >= 0
+        kept &= ~((late.start == one.start[late.step]) & cut_short[place[late.step]])
         kind = np.where(late.what[kept] == LAUNCH, len(HOST) - 1, late.what[kept])
         np.add.at(host[:, rank], (place[late.step][kept], kind), (late.end[kept] - late.start[kept]) / 1e9)
     for rank, numbers in incomplete(ranks, grid, steps).items():

@@ -113,7 +113,10 @@ def _least_squares(number: int, one: np.ndarray, other: np.ndarray, apart: np.nd
         if size < 1.0:  # ns^2
             break
         along = laplacian(direction)
-        step = size / float(direction @ along)
+        slope = float(direction @ along)
+        if slope <= 0:  # what is left is the rounding of huge numbers
+            break
+        step = size / slope
         x += step * direction
         residue -= step * along
         new = float(residue @ residue)

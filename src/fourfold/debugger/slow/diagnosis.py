@@ -22,6 +22,7 @@ from fourfold.debugger.slow.suspects import Suspects
 from fourfold.debugger.slow.verdict import Verdict, judge
 from fourfold.debugger.slow.whatif import Replay, replay_of_traces
 from fourfold.layout import Grid, join_ranks
+from fourfold.planner.search.words import many
 
 _REPLAYED = 3  # steps that are played again: their gains are averaged
 Progress = Callable[[int, int], None]
@@ -111,9 +112,9 @@ def judge_ranks(
     )
     replays = [replay for step in some(chosen) if (replay := replay_of_traces(ranks, meetings, grid, step)) is not None]
     shares = next((one.trace.shares for one in ranks if one.trace.shares), ())
-    verdict, suspects = judge(
-        accounts, shares=shares, links=links, replays=replays, unseen=waits_for_unseen(meetings, ranks, number)
-    )
+    useless = [one.trace.rank for one in ranks if not accounts.present[one.trace.rank]]
+    unseen = waits_for_unseen(meetings, ranks, number, useless)
+    verdict, suspects = judge(accounts, shares=shares, links=links, replays=replays, unseen=unseen)
     return Diagnosis(
         "traces",
         path,
@@ -128,7 +129,7 @@ def judge_ranks(
         clocks,
         tuple(replays),
         ranks[0].trace.device,
-        _notes(ranks, known, meetings, chosen),
+        _notes(ranks, known, meetings, chosen, accounts),
     )
 
 
@@ -140,22 +141,32 @@ def some(steps: tuple[int, ...]) -> list[int]:
     return [*steps[middle : middle + _REPLAYED]]
 
 
-def _notes(ranks: Sequence[RankSteps], layout: Layout, meetings: Meetings, steps: tuple[int, ...]) -> tuple[str, ...]:
+def _notes(
+    ranks: Sequence[RankSteps], layout: Layout, meetings: Meetings, steps: tuple[int, ...], accounts: Accounts
+) -> tuple[str, ...]:
     """What is wrong with the files; what many of them have in common is said once."""
     notes = [layout.note] if layout.note else []
-    missing = sorted({*range(layout.grid.size)} - {one.trace.rank for one in ranks})
+    read = {one.trace.rank for one in ranks}
+    missing = sorted({*range(layout.grid.size)} - read)
     if missing:
         which = f"{len(missing):,} of {layout.grid.size:,} ranks have no trace ({join_ranks(missing, 8)})"
         notes.append(f"{which}: they are not compared, and of their groups it is not known who came last")
+    useless = sorted(rank for rank in read if not accounts.present[rank])
+    if useless:
+        notes.append(f"rank {join_ranks(useless, 8)}: nothing of these steps is in its trace, and it is not compared")
+    others = [key[1] for key in meetings.keys if key[0] == "other"]
+    if others:
+        example = join_ranks(others[0], 8)
+        notes.append(f"{many(len(others), 'group')}, such as ranks {example}, fit no dimension: is the layout right?")
     alike: dict[str, list[str]] = defaultdict(list)
     for one in ranks:
         for note in one.trace.notes:
             alike[re.sub(r"\d+", "0", note)].append(f"rank {one.trace.rank}: {note}")
     for said in alike.values():
-        more = f" (and the like of {len(said) - 1} other ranks)" if len(said) > 1 else ""
+        more = f" (and the like of {many(len(said) - 1, 'other rank')})" if len(said) > 1 else ""
         notes.append(f"{said[0]}{more}")
     if meetings.alone and not missing:
-        notes.append(f"{meetings.alone:,} calls have no counterpart on some rank of their group")
+        notes.append(f"{many(meetings.alone, 'call')} met no counterpart on some rank of their group")
     notes += [
         f"rank {rank}: step {', '.join(map(str, numbers))} is not whole, and left out"
         for rank, numbers in incomplete(ranks, layout.grid, steps).items()

@@ -14,14 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.debugger.reading.trace import MESSAGES, Call
+from fourfold.debugger.slow.known import spread
 from fourfold.debugger.slow.meetings import Meetings
 from fourfold.layout import Grid
 
 _LONGER = 1.15  # times its peers: transfers vary more than computations
-_SPREAD = 6.0  # times the spread of all groups
-_TO_SIGMA = 1.4826
-_LEAST = 2e-4  # of the step: what costs less than this cannot be called slow
+_SPREAD = 6.0  # times the spread of groups
+_LEAST = 5e-4  # of the step: what costs less than this cannot be called slow
 _LEAST_ON_PROCESSOR = 0.02
+_CLOCK = 2_000  # ns: durations are no more exact
+_ELEMENTS = 2  # place of their number in what describes a family
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ def find_slow_links(
     `on_processor`: the ranks' processors carry the messages, and interrupt them.
     """
     found: dict[tuple[str, tuple[int, ...]], list[_Slow]] = defaultdict(list)
-    for family in _families(meetings, grid).values():
+    for look, family in _families(meetings, grid).items():
+        if len(family) == 2 and look[_ELEMENTS] < 0:
+            continue  # one of the two may simply carry more
         for slow in _slow_in(family, num_steps):
             found[slow.dimension, slow.ranks].append(slow)
     merged = [
@@ -99,7 +103,8 @@ def _families(
     _, first = np.unique(meetings.number, return_index=True)
     key = meetings.key[first]
     # Only where all have come to be seen is it known who came last.
-    first = first[(key >= 0) & (seen[meetings.number[first]] >= size[key])]
+    whole = (key >= 0) & (seen[meetings.number[first]] >= size[key])
+    first = first[whole & ~meetings.guessed[first]]
     if not len(first):
         return out
     key = meetings.key[first]
@@ -129,10 +134,12 @@ def _slow_in(groups: Mapping[tuple[str, tuple[int, ...]], NDArray[np.int64]], nu
         return []
     each = np.array([float(np.median(took)) for took in groups.values()])
     usual = float(np.sort(each)[(len(each) - 1) // 2])
-    spread = _TO_SIGMA * float(np.median(np.abs(each - np.median(each))))
+    chance = _SPREAD * spread(each)
+    if len(each) == 2:  # the lower has nothing to be compared with but itself
+        chance = _SPREAD * max(spread(took) / len(took) ** 0.5 for took in groups.values())
     out = []
     for ((dimension, members), took), median in zip(groups.items(), each.tolist(), strict=True):
-        if usual > 0 and median > _LONGER * usual and median - usual > _SPREAD * spread:
+        if usual > 0 and median > _LONGER * usual and median - usual > max(chance, _CLOCK):
             excess = float(took.sum() - usual * len(took)) / num_steps / 1e9
             out.append(_Slow(dimension, members, median / usual, excess))
     return out

@@ -9,14 +9,14 @@ moment, show by how much clocks differ.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.debugger.reading.trace import UNKNOWN, Call, Calls
+from fourfold.debugger.reading.trace import MESSAGES, UNKNOWN, Call, Calls
 from fourfold.debugger.slow.idle import RankSteps, occurrence
 from fourfold.debugger.slow.places import Places
 
@@ -49,6 +49,8 @@ class Meetings:
     """Nanoseconds of the call that are no waiting."""
     wait: NDArray[np.int64]
     """The rest of the call."""
+    guessed: NDArray[np.bool_]
+    """The trace does not say with whom it is."""
     keys: tuple[Key, ...] = field(repr=False)
     alone: int = 0
     """Calls without a counterpart, whose transfer is that of others like them."""
@@ -57,6 +59,22 @@ class Meetings:
         """The rows of one rank."""
         begin, end = np.searchsorted(self.rank, (index, index + 1))
         return slice(int(begin), int(end))
+
+
+def exposed(meetings: Meetings, ranks: Sequence[RankSteps]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each row, ns of waiting and of transfer for which its rank computed nothing."""
+    wait, transfer = np.zeros_like(meetings.wait), np.zeros_like(meetings.wait)
+    for i, one in enumerate(ranks):
+        rows = meetings.of_rank(i)
+        place = np.full(len(one.trace.calls.start), -1)
+        place[meetings.call[rows]] = np.arange(rows.start, rows.stop)
+        pieces = one.in_calls
+        known = place[pieces.what] >= 0
+        row, begun, ended = place[pieces.what][known], pieces.start[known], pieces.end[known]
+        turned = np.clip((meetings.end - meetings.transfer)[row], begun, ended)
+        np.add.at(wait, row, turned - begun)
+        np.add.at(transfer, row, ended - turned)
+    return wait, transfer
 
 
 @dataclass(frozen=True)
@@ -72,13 +90,25 @@ class Unseen:
     seconds: float
 
 
-def waits_for_unseen(meetings: Meetings, ranks: Sequence[RankSteps], num_steps: int) -> Unseen | None:
-    """For whom the ranks that are there wait most; None if nobody is missing, or waited for."""
-    there = {one.trace.rank for one in ranks}
+def waits_for_unseen(
+    meetings: Meetings, ranks: Sequence[RankSteps], num_steps: int, useless: Collection[int] = ()
+) -> Unseen | None:
+    """For whom the ranks that are there wait most; None if nobody is missing, or waited for.
+
+    Args:
+        meetings: of the ranks that were read.
+        ranks: these.
+        num_steps: in which the meetings are.
+        useless: global ranks that were read, but have nothing to tell.
+    """
+    there = {one.trace.rank for one in ranks} - {*useless}
+    rows = np.isin(meetings.rank, [i for i, one in enumerate(ranks) if one.trace.rank in there])
+    waited = exposed(meetings, ranks)[0]
     least = np.full(int(meetings.number.max(initial=-1)) + 1, np.iinfo(np.int64).max)
-    np.minimum.at(least, meetings.number, meetings.wait)
-    _, first = np.unique(meetings.number, return_index=True)
-    by_key = np.bincount(meetings.key[first] + 1, weights=least, minlength=len(meetings.keys) + 1)[1:]
+    np.minimum.at(least, meetings.number[rows], waited[rows])
+    numbers, first = np.unique(meetings.number[rows], return_index=True)
+    key = meetings.key[rows][first]
+    by_key = np.bincount(key + 1, weights=least[numbers], minlength=len(meetings.keys) + 1)[1:]
     worst = Unseen((), 0.0)
     for key, nanoseconds in zip(meetings.keys, by_key.tolist(), strict=True):
         missing = tuple(rank for rank in key[1] if rank not in there)
@@ -121,8 +151,8 @@ def _key(
         if peer < 0:
             return None
         return "pp", (rank, peer) if kind == Call.SEND else (peer, rank)
-    if ranks is None:
-        return None
+    if ranks is None or (kind == Call.MESSAGE and len(ranks) > 2):
+        return None  # to or from any of them
     return ("pp" if kind == Call.MESSAGE else places.dimension(ranks)), ranks
 
 
@@ -155,15 +185,22 @@ def meet(ranks: Sequence[RankSteps], places: Places) -> Meetings:
     transfer, unmet = _transfers(table, keys, *columns)
     kind, elements, itemsize, start, end = columns
     wait = end - start - transfer
-    return Meetings(rank, call, number, key, kind, elements, itemsize, end, transfer, wait, tuple(keys), unmet)
+    guessed = np.concatenate(
+        [one.trace.calls.group[call[slice(*np.searchsorted(rank, (i, i + 1)))]] < 0 for i, one in enumerate(ranks)]
+    )
+    guessed &= ~np.isin(kind, (Call.SEND, Call.RECV))
+    return Meetings(rank, call, number, key, kind, elements, itemsize, end, transfer, wait, guessed, tuple(keys), unmet)
 
 
-def _columns(table: np.ndarray, calls: Sequence[Calls]) -> tuple[np.ndarray, ...]:
-    """Of each row its call's kind, elements, itemsize, start and end."""
+_COLUMNS = ("kind", "elements", "itemsize", "start", "end")
+
+
+def _columns(table: np.ndarray, calls: Sequence[Calls], names: Sequence[str] = _COLUMNS) -> tuple[np.ndarray, ...]:
+    """Of each row, columns of its call."""
     rows = [table[slice(*np.searchsorted(table[:, 0], (i, i + 1))), 1] for i in range(len(calls))]
     return tuple(
         np.concatenate([getattr(one, name)[chosen] for one, chosen in zip(calls, rows, strict=True)]).astype(np.int64)
-        for name in ("kind", "elements", "itemsize", "start", "end")
+        for name in names
     )
 
 
@@ -256,7 +293,7 @@ def _guess_groups(ranks: Sequence[RankSteps], places: Places) -> dict[int, dict[
             if rank >= grid.size or stream in out[rank]:
                 continue
             best: tuple[float, tuple[int, ...]] | None = None
-            for dims in candidates:
+            for dims in [("pp",)] if _is_messages(by_rank[rank].trace.calls, stream) else candidates:
                 members = grid.group_of(rank, *dims)
                 apart = _apart(by_rank, unknown, members, rank, place)
                 if apart is not None and (best is None or apart < 0.5 * best[0]):
@@ -265,6 +302,11 @@ def _guess_groups(ranks: Sequence[RankSteps], places: Places) -> dict[int, dict[
                 for member in best[1]:
                     out[member][unknown[member][place]] = best[1]
     return out
+
+
+def _is_messages(calls: Calls, stream: int) -> bool:
+    """Whether what goes over a stream are messages, which are along pp alone."""
+    return bool(np.all(np.isin(calls.kind[calls.stream == stream], MESSAGES)))
 
 
 def _unknown_streams(steps: RankSteps) -> np.ndarray:

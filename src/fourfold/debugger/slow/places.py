@@ -60,19 +60,27 @@ def layout_of(traces: Sequence[RankTrace], given: Grid | None) -> Layout:
         ValueError: the layout that is given has fewer ranks than the traces, or not as many as they say.
     """
     world = max(*(trace.world_size for trace in traces), *(trace.rank + 1 for trace in traces), 1)
+    sizes = sorted({trace.world_size for trace in traces if trace.world_size})
+    if len(sizes) > 1:
+        raise ValueError(f"these traces are of jobs with {sizes[0]} and with {sizes[-1]} ranks; give one job's")
+    written = {trace.grid for trace in traces if trace.grid is not None}
     if given is not None:
         if given.size != world:
             told = any(trace.world_size for trace in traces)
             seen = f"the traces are of {world} ranks" if told else f"there is a trace of rank {world - 1}"
             if told or given.size < world:
                 raise ValueError(f"--layout: {_named(given)} are {given.size} ranks, but {seen}")
-        return Layout(given, "given")
-    written = {trace.grid for trace in traces if trace.grid is not None}
+        contradicted = [grid for grid in written if grid != given]
+        note = f"--layout counts, though the traces say {_named(contradicted[0])}" if contradicted else ""
+        return Layout(given, "given", note)
     if len(written) > 1:
         a, b = sorted(map(_named, written))[:2]
         raise ValueError(f"these traces are of runs with different layouts: {a}; {b}. Give one run's")
     if written:
-        return Layout(written.pop(), "traces")
+        grid = written.pop()
+        if grid.size < world:
+            raise ValueError(f"the traces say {_named(grid)}, {grid.size} ranks, but there is a rank {world - 1}")
+        return Layout(grid, "traces")
     groups = {group.ranks: group for trace in traces for group in trace.groups if group.ranks and len(group.ranks) > 1}
     if not groups:
         note = "groups are not in the traces: all ranks count as replicas; --layout helps"

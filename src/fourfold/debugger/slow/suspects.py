@@ -19,15 +19,14 @@ import numpy as np
 
 from fourfold.debugger.reading.trace import Work
 from fourfold.debugger.slow.accounts import HOST, Accounts, Seconds
-from fourfold.debugger.slow.known import mean, median
+from fourfold.debugger.slow.known import mean, median, spread
 from fourfold.layout import Grid
 
 LEAST = 0.03
 """Of a rank's own time: less than this above its peers is nobody's fault. Jitter of 1 % per step stays below."""
 LEAST_ON_PROCESSOR = 0.15
 """The same of ranks that compute on processors, which are interrupted."""
-_BEYOND = 2.0  # standard deviations above the largest that is expected of so many ranks
-_TO_SIGMA = 1.4826  # of a normal distribution, standard deviation over median absolute deviation
+_BEYOND = 3.0  # standard deviations above the largest that is expected of so many ranks
 _MOSTLY = 0.7  # of the steps with an outlier: so often it must be the same rank, or it rotates
 CLASSES = ("gemm", "attention", "memory", *HOST)
 
@@ -174,12 +173,12 @@ def _outliers(
     per_rank = np.full(total.shape[1], np.nan)
     per_rank[known] = median(total[:, known], axis=0)
     own = median(usual, axis=0)
-    threshold = np.maximum(least * own, _chance(per_rank[known]))
+    threshold = np.maximum(least * own, _chance(per_rank))
     ranks = [int(r) for r in np.flatnonzero(known & (per_rank > np.nan_to_num(threshold, nan=np.inf)))]
     tops: list[tuple[int, int]] = []
     for i, number in enumerate(steps):
         row = total[i]
-        limit = np.maximum(2 * least * usual[i], _chance(row[~np.isnan(row)]))
+        limit = np.maximum(2 * least * usual[i], _chance(row))
         over = np.where(np.isnan(row), -np.inf, row - limit)
         if over.size and over.max() > 0:
             tops.append((number, int(np.argmax(over))))
@@ -196,7 +195,5 @@ def _outliers(
 
 def _chance(values: Seconds) -> float:
     """Seconds above which a value is no chance: of n normal ones the largest is about sqrt(2 ln n) deviations up."""
-    if not len(values):
-        return 0.0
-    sigma = _TO_SIGMA * float(np.median(np.abs(values - np.median(values))))
-    return (math.sqrt(2 * math.log(max(len(values), 2))) + _BEYOND) * sigma
+    number = max(int(np.count_nonzero(~np.isnan(values))), 2)
+    return (math.sqrt(2 * math.log(number)) + _BEYOND) * spread(values)

@@ -187,9 +187,10 @@ def _long_stage(accounts: Accounts, shares: tuple[float, ...], replays: Sequence
     pace = per_stage / expected
     worst = int(np.argmax(pace))
     others = np.delete(pace, worst)
-    ratio = float(pace[worst] / np.median(others))
-    if ratio < _LONGER_STAGE:
+    usual = float(np.median(others))
+    if usual <= 0 or pace[worst] < _LONGER_STAGE * usual:
         return None
+    ratio = float(pace[worst] / usual)
     ranks = {r: 1 / ratio for r in range(grid.size) if grid.coordinates(r).pp == worst}
     if replays:
         gain = _gain(replays, [replay.at_speed(ranks) for replay in replays])
@@ -250,6 +251,14 @@ def _answer(
     step: float,
     unseen: Unseen | None,
 ) -> tuple[Answer, str]:
+    small = all(culprit.excess < _AT_LEAST * step for culprit in culprits)
+    if small and unseen is not None and unseen.seconds > _LONG * step:
+        who = f"rank{'s' * (len(unseen.ranks) > 1)} {join_ranks(unseen.ranks, 8)}"
+        share = unseen.seconds / step
+        return (
+            "no single culprit",
+            f"{who}, of which there is no trace to use, held up others for {share:.0%} of the step",
+        )
     if len(culprits) > 1:
         return "several", ""
     if culprits:
@@ -263,12 +272,6 @@ def _answer(
         return "partition", ""
     if np.count_nonzero(accounts.present) == 1:
         return "no single culprit", f"one rank of {accounts.grid.size:,} has a trace, and nobody to be compared with"
-    if unseen is not None and unseen.seconds > _LONG * step:
-        who = f"rank{'s' * (len(unseen.ranks) > 1)} {join_ranks(unseen.ranks, 8)}"
-        return (
-            "no single culprit",
-            f"{who}, without a trace, held up others for {unseen.seconds / step:.0%} of the step",
-        )
     if not suspects.compared:
         return "no single culprit", "no rank has peers that do the same"
     waits = mean(accounts.wait[:, :, [0, 1, 3]].sum(axis=2))

@@ -16,7 +16,7 @@ import numpy as np
 
 from fourfold.debugger.reading.trace import MESSAGES, Call
 from fourfold.debugger.slow.idle import RankSteps
-from fourfold.debugger.slow.meetings import Meetings
+from fourfold.debugger.slow.meetings import Meetings, exposed
 from fourfold.debugger.slow.suspects import typical
 from fourfold.layout import Action, Grid, Kind, Schedule
 from fourfold.layout.actions import COMPUTE
@@ -224,27 +224,29 @@ def replay_of_traces(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid,
     None if it cannot.
     """
     computed: dict[int, Sequence[Computed]] = {}
-    measured = 0.0
+    measured, common = 0.0, _common(meetings, ranks)
     for index, one in enumerate(ranks):
-        rows, took = _computations(one, meetings, index, step)
+        rows, took = _computations(one, meetings, index, step, common)
         if rows:
             computed[one.trace.rank], measured = rows, max(measured, took)
     if not computed and grid.pp == 1:
-        computed = _whole_steps(ranks, meetings, step)
+        computed = _whole_steps(ranks, meetings, step, common)
         at = [(one, np.flatnonzero(one.trace.steps.number == step)) for one in ranks]
         measured = max((float((one.end - one.start)[where[0]]) / 1e9 for one, where in at if len(where)), default=0.0)
-    if not computed:
+    if not computed or not measured:
         return None
     return make_replay(grid, step, measured, computed, _messages(meetings))
 
 
-def _whole_steps(ranks: Sequence[RankSteps], meetings: Meetings, step: int) -> dict[int, Sequence[Computed]]:
+def _whole_steps(
+    ranks: Sequence[RankSteps], meetings: Meetings, step: int, common: np.ndarray
+) -> dict[int, Sequence[Computed]]:
     """Of each rank that has the step, all that it did, as one computation."""
     out: dict[int, Sequence[Computed]] = {}
     for index, one in enumerate(ranks):
         where = np.flatnonzero(one.trace.steps.number == step)
         if len(where):
-            waits = _turned(one, meetings, index) - one.in_calls.start
+            waits = _turned(one, meetings, index, common) - one.in_calls.start
             waited = int(waits[one.in_calls.step == where[0]].sum())
             late = one.by_host.step == where[0]
             paused = int((one.by_host.end - one.by_host.start)[late].sum())
@@ -253,17 +255,31 @@ def _whole_steps(ranks: Sequence[RankSteps], meetings: Meetings, step: int) -> d
     return out
 
 
-def _turned(one: RankSteps, meetings: Meetings, index: int) -> np.ndarray:
+def _common(meetings: Meetings, ranks: Sequence[RankSteps]) -> np.ndarray:
+    """Of each row, ns of transfer that keep all members of the meeting from computing.
+
+    Who waits for a slow rank sees transfers that it would else hide: they are part of its waiting. Messages are in the
+    graph by themselves.
+    """
+    _, transfer = exposed(meetings, ranks)
+    least = np.full(int(meetings.number.max(initial=-1)) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(least, meetings.number, transfer)
+    return np.where(np.isin(meetings.kind, MESSAGES), meetings.transfer, least[meetings.number])
+
+
+def _turned(one: RankSteps, meetings: Meetings, index: int, common: np.ndarray) -> np.ndarray:
     """Of each piece of a pause in a call, when waiting turns into transfer."""
     calls = one.trace.calls
     moved = np.zeros(len(calls.start), dtype=np.int64)
     rows = meetings.of_rank(index)
-    moved[meetings.call[rows]] = meetings.transfer[rows]
+    moved[meetings.call[rows]] = common[rows]
     pieces = one.in_calls
     return np.clip(calls.end[pieces.what] - moved[pieces.what], pieces.start, pieces.end)
 
 
-def _computations(one: RankSteps, meetings: Meetings, index: int, step: int) -> tuple[list[Computed], float]:
+def _computations(
+    one: RankSteps, meetings: Meetings, index: int, step: int, common: np.ndarray
+) -> tuple[list[Computed], float]:
     """A rank's computations in a step, and seconds from its beginning to the end of the last."""
     trace, labels = one.trace, one.trace.labels
     where = np.flatnonzero(trace.steps.number == step)
@@ -281,7 +297,7 @@ def _computations(one: RankSteps, meetings: Meetings, index: int, step: int) -> 
     if not chosen:
         return [], 0.0
     starts, ends = labels.start[chosen], labels.end[chosen]
-    pieces, turned = one.in_calls, _turned(one, meetings, index)
+    pieces, turned = one.in_calls, _turned(one, meetings, index, common)
     # A wait lies inside of one computation or outside of all.
     waits = _inside(starts, ends, pieces.start, turned)
     free = np.concatenate(([begin], ends[:-1]))

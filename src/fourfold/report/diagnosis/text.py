@@ -14,6 +14,8 @@ from fourfold.report.text import percent
 from fourfold.simulator.causes import duration
 
 _SHOWN = 6  # ranks in the table
+_LEGEND = "What ranks did, per step (excess: longer than their peers; host: pauses that nothing else explains)"
+_EXACT, _ROUGH = 0.0005, 0.05  # of a step: by how much a replay may be off without, and with a warning
 
 
 def diagnosis_text(found: Diagnosis) -> str:
@@ -28,7 +30,11 @@ def diagnosis_text(found: Diagnosis) -> str:
         ]
         head = ("dimension", "slowest", "excess per step", "of all excess", "ahead of the next by")
         lines += ["", f"How the search came to rank {culprits[0].ranks[0]}, outermost first", *aligned([head, *rows])]
-    lines += ["", "What ranks did, per step", *aligned(rank_rows(found))]
+    lines += [
+        "",
+        "What ranks did, per step (excess: longer than their peers; host: pauses that nothing else explains)",
+        *aligned(rank_rows(found)),
+    ]
     if found.verdict.what_ifs:
         lines += ["", "A step would be shorter by, if"]
         lines += [f"  {duration(what.gain):>9}  {what.sentence}" for what in found.verdict.what_ifs]
@@ -66,8 +72,13 @@ def rank_rows(found: Diagnosis) -> list[tuple[str, ...]]:
                 *(accounts.wait[:, rank, i] for i in used),
             )
         ]
-        rows.append((str(rank), *map(str, (at.dp, at.pp, at.cp, at.tp)), duration(per_rank[rank]), *map(duration, did)))
+        rows.append((str(rank), *map(str, (at.dp, at.pp, at.cp, at.tp)), _short(per_rank[rank]), *map(_short, did)))
     return rows
+
+
+def _short(seconds: float) -> str:
+    """What is below a nanosecond is rounding."""
+    return duration(seconds) if abs(seconds) >= 1e-9 else "0 s"
 
 
 def evidence(found: Diagnosis) -> list[str]:
@@ -92,5 +103,14 @@ def evidence(found: Diagnosis) -> list[str]:
         )
     if found.verdict.replay_error is not None:
         played = ", ".join(str(replay.step) for replay in found.replays)
-        out.append(f"gains are from step {played} played again; it comes out {found.verdict.replay_error:+.1%} off")
+        error = found.verdict.replay_error
+        out.append(f"gains are from step {played} played again: unchanged, it takes {_off(error)} measured")
     return [*out, *found.notes]
+
+
+def _off(error: float) -> str:
+    """How a replay that changes nothing compares with the step."""
+    if abs(error) < _EXACT:
+        return "what was"
+    rough = ", so gains are rough," if abs(error) > _ROUGH else ""
+    return f"{abs(error):.1%} {'more' if error > 0 else 'less'}{rough} than"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fourfold.debugger.slow import Culprit, Diagnosis, Verdict
-from fourfold.debugger.slow.known import mean
+from fourfold.debugger.slow.accounts import HOST
+from fourfold.debugger.slow.known import mean, median
 from fourfold.layout import Coordinates, join_ranks
 from fourfold.report.text import percent
 from fourfold.simulator.causes import duration
 
+_NAMED = 4  # culprits in the paragraph; the page and JSON have all
 _WORTH_SAYING = 0.02  # of the step
 _NOTHING = 0.002  # of the step: a gain below this is none
 
@@ -38,7 +40,7 @@ def _one(found: Diagnosis) -> str:
     return " ".join(part for part in (blame(found, culprit), _worth(found, culprit), advice(culprit)) if part)
 
 
-def blame(found: Diagnosis, culprit: Culprit) -> str:
+def blame(found: Diagnosis, culprit: Culprit, *, among_others: bool = False) -> str:
     """Who, what and how much: one sentence."""
     grid, step = found.accounts.grid, found.verdict.step_seconds
     more = f"{duration(culprit.excess)} of every step of {duration(step)}"
@@ -46,7 +48,7 @@ def blame(found: Diagnosis, culprit: Culprit) -> str:
         longer = f"takes {culprit.factor:.2f} times as long as elsewhere, though all ranks are there"
         return f"{_link(culprit)} {longer}: {more}."
     rank = culprit.ranks[0]
-    where = f"Rank {rank} ({place(grid.coordinates(rank))}) holds up the others"
+    where = f"Rank {rank} ({place(grid.coordinates(rank))}){'' if among_others else ' holds up the others'}"
     if culprit.cause == "launches" and found.device == "cpu":
         return f"{where}: its process neither computes nor waits, as if it were stopped or had no processor: {more}."
     if culprit.kind == "cpu":
@@ -115,11 +117,13 @@ def _without(found: Diagnosis, gain: float) -> str:
 
 def _several(found: Diagnosis) -> str:
     verdict = found.verdict
-    parts = [f"{len(verdict.culprits)} things hold up the others."]
-    parts += [blame(found, culprit) for culprit in verdict.culprits]
+    parts = [f"{len(verdict.culprits)} culprits hold up the others, the worst first."]
+    parts += [blame(found, culprit, among_others=True) for culprit in verdict.culprits[:_NAMED]]
+    if len(verdict.culprits) > _NAMED:
+        parts.append(f"And {len(verdict.culprits) - _NAMED} more.")
     if verdict.gain is not None:
         parts.append(f"With all of them mended a step would take {_without(found, verdict.gain)}.")
-    parts.append(advice(verdict.culprits[0]))
+    parts.append(f"Begin with the first. {advice(verdict.culprits[0])}")
     return " ".join(parts)
 
 
@@ -156,7 +160,7 @@ def _nobody(found: Diagnosis) -> str:
 
 
 def _healthy(found: Diagnosis) -> str:
-    verdict, more = found.verdict, ""
+    verdict, more = found.verdict, _loaders(found)
     if verdict.documents_gain > _WORTH_SAYING * verdict.step_seconds:
         more = f" Were documents even, a step would take {_without(found, verdict.documents_gain)}."
     if verdict.uneven is not None and verdict.uneven.gain > _WORTH_SAYING * verdict.step_seconds:
@@ -166,6 +170,16 @@ def _healthy(found: Diagnosis) -> str:
             f"it; with an even split a step would take {_without(found, one.gain)}."
         )
     return f"Healthy: no rank, host or link stands out. {_seen(found)}{more}"
+
+
+def _loaders(found: Diagnosis) -> str:
+    """What all ranks lose alike, so that none stands out."""
+    for name, words in (("loader", "its data"), ("garbage", "its garbage collection")):
+        column = found.accounts.host[:, :, HOST.index(name)]
+        seconds = float(median(column))
+        if seconds > _WORTH_SAYING * found.verdict.step_seconds:
+            return f" But every rank waits {duration(seconds)} of a step for {words}."
+    return ""
 
 
 def _seen(found: Diagnosis) -> str:
