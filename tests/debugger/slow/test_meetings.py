@@ -230,6 +230,22 @@ class TestUnseen:
         # is for 24 ms, 20 are waiting.
         assert found.seconds == pytest.approx(0.020)
 
+    @pytest.mark.parametrize(("slow", "unseen"), [({}, None), ({7: 1.5}, (7,)), ({5: 1.5}, None)])
+    def test_a_pipeline_waits_for_its_other_stages_anyway(
+        self, tmp_path: Path, slow: dict[int, float], unseen: tuple[int, ...] | None
+    ) -> None:
+        job = jobs.Job(tp=2, pp=2, dp=2, layers=2, slow=slow)
+        (jobs.write(job, tmp_path) / "rank-7.json").unlink()
+        ranks = read_all(find(tmp_path), reduce=cut, workers=1)
+        found = waits_for_unseen(meet(ranks, Places(Grid(tp=2, pp=2, dp=2))), ranks, job.steps)
+        took = sum(end - start for start, end in jobs.play(job)[1]) / job.steps / 1e6
+        if unseen is None:
+            assert found is None or found.seconds < 0.05 * took
+        else:
+            assert found is not None
+            assert found.ranks == unseen
+            assert found.seconds > 0.1 * took
+
     def test_who_is_not_waited_for(self) -> None:
         assert self.unseen([0, 1]) is None
 

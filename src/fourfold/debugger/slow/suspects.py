@@ -27,6 +27,7 @@ LEAST = 0.03
 LEAST_ON_PROCESSOR = 0.15
 """The same of ranks that compute on processors, which are interrupted."""
 _BEYOND = 3.0  # standard deviations above the largest that is expected of so many ranks
+_OFTEN = 1 / 3  # of the steps must have an outlier
 _MOSTLY = 0.7  # of the steps with an outlier: so often it must be the same rank, or it rotates
 CLASSES = ("gemm", "attention", "memory", *HOST)
 
@@ -182,10 +183,10 @@ def _outliers(
         over = np.where(np.isnan(row), -np.inf, row - limit)
         if over.size and over.max() > 0:
             tops.append((number, int(np.argmax(over))))
-    if not ranks and len(tops) >= 2:
+    if not ranks and len(tops) >= max(2, _OFTEN * len(steps)):
         counts = np.bincount([rank for _, rank in tops])
         often = int(np.argmax(counts))
-        if counts[often] >= _MOSTLY * len(tops) and counts[often] >= max(2, len(steps) / 4):
+        if counts[often] >= _MOSTLY * len(tops) and counts[often] >= 2:
             per_rank[often] = mean(total[:, often])
             ranks = [often]
         elif np.count_nonzero(counts) > 1:
