@@ -61,7 +61,7 @@ def diagnose(
     workers
         Processes that read traces; default: one per CPU.
     """
-    from fourfold.debugger.ask import ask
+    from fourfold.debugger.ask import ask, write_merged_of
     from fourfold.report.diagnosis import answer_json, answer_page, answer_text
 
     try:
@@ -73,14 +73,13 @@ def diagnose(
             raise ValueError(f"--workers {workers}: must be at least 1; nearest legal: 1")
         with _bar() as progress:
             found = ask(path, layout=layout, steps=wanted, workers=workers, keep=keep, progress=progress)
-        written = []
-        if html is not None:
-            written += write_drawings(answer_page(found), html=html, png=None, svg=None)
+        page = None if html is None else answer_page(found)  # what is refused leaves nothing behind
+        written: list[str] = []
         if merged is not None:
-            from fourfold.debugger.ask import write_merged_of
-
             left_out = write_merged_of(found, merged)
             written += [f"trace: {merged} (Perfetto opens it)", *(f"  {sentence}" for sentence in left_out)]
+        if page is not None:
+            written += write_drawings(page, html=html, png=None, svg=None)
     except (ValueError, OSError) as error:
         return fail(error, USER_ERROR)
     print(json.dumps(answer_json(found)) if as_json else _wrapped(answer_text(found)))

@@ -238,6 +238,12 @@ class TestRotating:
         assert found.ranks == ()
         assert found.rotating == ((10, 3), (11, 9), (13, 0))
 
+    def test_one_that_is_slow_more_often_than_another(self) -> None:
+        """Two of three are not most."""
+        found = find_suspects(accounts(steps=6, slow_in_step={(0, 3): 1.5, (2, 9): 1.5, (4, 3): 1.5}))
+        assert found.ranks == ()
+        assert found.rotating == ((10, 3), (12, 9), (14, 3))
+
     def test_the_same_rank_now_and_then(self) -> None:
         """Two of five steps: its median is that of the others, but it is always the same."""
         found = find_suspects(accounts(steps=5, slow_in_step={(1, 7): 1.5, (4, 7): 1.5}))

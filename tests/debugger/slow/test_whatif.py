@@ -215,6 +215,16 @@ class TestMaking:
     def test_nothing(self) -> None:
         assert self.make(Grid(), {}) is None
 
+    def test_a_host_that_is_less_late_than_its_peers_stays_so(self) -> None:
+        grid, late = Grid(dp=4), (0.1, 0.3, 0.3, 0.8)
+        computed = {rank: [Computed(self.F, 1.0, late[rank], late[rank])] for rank in range(4)}
+        made = self.make(grid, computed)
+        assert made is not None
+        in_time = made.in_time([0, 3])
+        for lanes in (in_time.before[self.F], in_time.after[self.F]):
+            assert lanes.ravel().tolist() == [0.1, 0.3, 0.3, 0.3]
+        assert (made.seconds(), in_time.seconds()) == (pytest.approx(2.6), pytest.approx(1.6))
+
     def test_messages_that_nobody_measured_take_what_others_do(self) -> None:
         grid = Grid(pp=2, dp=3)
         other = [Action(kind, 1, 0) for kind in (Kind.FORWARD, Kind.BACKWARD)]
