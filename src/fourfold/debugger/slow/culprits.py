@@ -10,10 +10,10 @@ from typing import Literal
 import numpy as np
 
 from fourfold.debugger.reading.trace import Work
-from fourfold.debugger.slow.accounts import HOST, Accounts
+from fourfold.debugger.slow.accounts import DIMENSIONS, HOST, Accounts
 from fourfold.debugger.slow.known import mean
 from fourfold.debugger.slow.links import SlowLink
-from fourfold.debugger.slow.suspects import CLASSES, Level, Suspects
+from fourfold.debugger.slow.suspects import CLASSES, Level, Suspects, typical
 from fourfold.debugger.slow.whatif import Replay
 
 Kind = Literal["compute", "cpu", "link"]
@@ -151,6 +151,16 @@ def mended(culprit: Culprit, accounts: Accounts) -> Change:
         share = 1 - excess / busy if busy > 0 else 1.0
         return lambda replay: replay.at_speed({rank: min(max(share, 0.0), 1.0)}, with_pauses=accounts.on_processor)
     return lambda replay: _on_normal_link(culprit, accounts, replay).in_time(culprit.pausing)
+
+
+def beside_the_graph(culprit: Culprit, accounts: Accounts) -> float:
+    """Seconds per step that a link costs in FSDP's collectives at the ends of a step, which replays do not have."""
+    if culprit.kind != "link":
+        return 0.0
+    shown = accounts.transfer[:, :, DIMENSIONS.index("dp")]
+    usual = np.broadcast_to(typical(accounts.shaped(shown), (1, 3, 4)), accounts.shaped(shown).shape)
+    more = mean(shown - usual.reshape(shown.shape), axis=0)[list(culprit.ranks)]
+    return max(float(np.nan_to_num(more).min()), 0.0)
 
 
 def _on_normal_link(culprit: Culprit, accounts: Accounts, replay: Replay) -> Replay:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fourfold.debugger.reading.trace import Work
 from fourfold.debugger.slow.accounts import Accounts, Seconds
-from fourfold.debugger.slow.culprits import Culprit, culprits_of, mended
+from fourfold.debugger.slow.culprits import Culprit, beside_the_graph, culprits_of, mended
 from fourfold.debugger.slow.known import mean, median
 from fourfold.debugger.slow.links import SlowLink
 from fourfold.debugger.slow.meetings import Unseen
@@ -97,7 +97,8 @@ def judge(
     culprits = culprits_of(suspects, ranks, accounts, links)
     what_ifs: list[WhatIf] = []
     culprits, healed = _with_gains(culprits, suspects, accounts, replays)
-    gain = _gain(replays, healed) if replays and culprits else None
+    gains = [culprit.gain for culprit in culprits if culprit.gain is not None]
+    gain = sum(gains) if gains else None
     stage = _long_stage(accounts, shares, healed)
     spread, documents_gain = _documents(suspects, accounts, healed)
     if documents_gain > 0:
@@ -161,7 +162,7 @@ def _with_gains(
     least = _AT_LEAST * float(np.mean(accounts.step_seconds))
     for culprit in culprits:
         after = [mended(culprit, accounts)(replay) for replay in now]
-        gain = _gain(now, after) if now else None
+        gain = _gain(now, after) + beside_the_graph(culprit, accounts) if now else None
         weak = accounts.on_processor or culprit.excess < _CLEAR * suspects.threshold[culprit.ranks[0]]
         if out and gain is not None and culprit.kind != "link" and gain < least and weak:
             continue  # it stands out by little, and holds up nobody
