@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 import textwrap
@@ -97,10 +96,13 @@ def _wrapped(text: str) -> str:
 
 
 def _steps(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
-    if match is None or int(match[2] or match[1]) < int(match[1]):
-        raise ValueError(f"--steps {text}: must be a step or first-last, as in 10-12")
-    return int(match[1]), int(match[2] or match[1])
+    from fourfold.recipe.ranges import parse_range
+
+    try:
+        steps = parse_range(text)
+    except ValueError as error:
+        raise ValueError(f"--steps {error}") from None
+    return steps[0], steps[-1]
 
 
 @contextmanager

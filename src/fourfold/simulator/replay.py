@@ -124,53 +124,75 @@ class Logs:
         return np.array([log.wait.sum() for log in self.ranks]) / 1e9
 
 
-def read_action_logs(folder: Path, step: int | None = None, *, num_ranks: int | None = None) -> Logs:
-    """Reads one step of the action logs of a run.
+class ActionLogs:
+    """The action logs of a run, read once.
 
-    Args:
-        folder: of the run, or its subfolder `actions`.
-        step: which, counted from 1; None: the last that all ranks have.
-        num_ranks: of the layout; None: as many as there are files. A run that went on with fewer ranks has more files.
-
-    Raises:
-        ValueError: there are no logs, a rank's is missing, a line is no entry, the step is not whole on all ranks, or
-            other ranks than these have it.
+    Attributes:
+        steps: all that every rank has whole.
+        notes: what is wrong with the files without making them useless, a sentence each.
     """
-    files = _files(folder)
-    num_ranks = num_ranks or max(files) + 1
-    missing = sorted({*range(num_ranks)} - {*files})
-    if missing:
-        raise ValueError(f"{folder}: of {num_ranks} ranks, the log of rank {_named(missing)} is missing")
-    found: dict[int, dict[int, list[_Line]]] = {}  # step, rank
-    torn: dict[int, int] = {}  # rank, step
-    for rank, path in files.items():
-        lines, is_torn = _lines(path)
-        for line in lines:
-            found.setdefault(line.step, {}).setdefault(rank, []).append(line)
-        if is_torn:
-            torn[rank] = lines[-1].step if lines else 0
-    notes = tuple(f"the last line of {files[rank].name} is torn: its step {step} counts as not whole"
-                  for rank, step in torn.items())  # fmt: skip
-    whole = {number: {*by_rank} - {rank for rank, at in torn.items() if at == number}
-             for number, by_rank in sorted(found.items())}  # fmt: skip
-    everyone = {*range(num_ranks)}
-    steps = tuple(number for number, ranks in whole.items() if ranks == everyone)
-    if step is None:
-        step = steps[-1] if steps else max(whole, default=0)
-    if step not in steps:
-        there = f"whole steps: {_named(steps)}" if steps else "there is no whole step"
-        if step not in whole:
-            raise ValueError(f"step {step} is not in the action logs; {there}")
-        others = sorted(whole[step] - everyone)
+
+    def __init__(self, folder: Path, *, num_ranks: int | None = None) -> None:
+        """Reads them.
+
+        Args:
+            folder: of the run, or its subfolder `actions`.
+            num_ranks: of the layout; None: as many as there are files. A run that went on with fewer ranks has more
+                files.
+
+        Raises:
+            ValueError: there are no logs, a rank's is missing, or a line is no entry.
+        """
+        self._files = files = _files(folder)
+        self._num_ranks = num_ranks = num_ranks or max(files) + 1
+        missing = sorted({*range(num_ranks)} - {*files})
+        if missing:
+            raise ValueError(f"{folder}: of {num_ranks} ranks, the log of rank {_named(missing)} is missing")
+        self._found: dict[int, dict[int, list[_Line]]] = {}  # step, rank
+        torn: dict[int, int] = {}  # rank, step
+        for rank, path in files.items():
+            lines, is_torn = _lines(path)
+            for line in lines:
+                self._found.setdefault(line.step, {}).setdefault(rank, []).append(line)
+            if is_torn:
+                torn[rank] = lines[-1].step if lines else 0
+        self.notes = tuple(f"the last line of {files[rank].name} is torn: its step {step} counts as not whole"
+                           for rank, step in torn.items())  # fmt: skip
+        self._whole = {number: {*by_rank} - {rank for rank, at in torn.items() if at == number}
+                       for number, by_rank in sorted(self._found.items())}  # fmt: skip
+        self.steps = tuple(number for number, ranks in self._whole.items() if ranks == {*range(num_ranks)})
+
+    def step(self, number: int | None = None) -> Logs:
+        """One step; None: the last that all ranks have.
+
+        ValueError: it is not whole on all ranks, or other ranks than these have it.
+        """
+        if number is None:
+            number = self.steps[-1] if self.steps else max(self._whole, default=0)
+        if number not in self.steps:
+            raise ValueError(self._lacks(number))
+        ranks = tuple(_rank_log(self._files[rank], self._found[number][rank]) for rank in range(self._num_ranks))
+        return Logs(number, ranks, self.steps, self.notes)
+
+    def _lacks(self, step: int) -> str:
+        """Why a step cannot be had."""
+        there = f"whole steps: {_named(self.steps)}" if self.steps else "there is no whole step"
+        if step not in self._whole:
+            return f"step {step} is not in the action logs; {there}"
+        everyone = {*range(self._num_ranks)}
+        others = sorted(self._whole[step] - everyone)
         if others:
-            raise ValueError(
-                f"step {step} was also logged by rank {_named(others)}, but the layout has {num_ranks} ranks: "
+            return (
+                f"step {step} was also logged by rank {_named(others)}, but the layout has {self._num_ranks} ranks: "
                 f"the run had another layout then; {there}"
             )
-        lacking = sorted(everyone - whole[step])
-        why = f" ({'; '.join(notes)})" if notes else ""
-        raise ValueError(f"step {step} is not whole on rank {_named(lacking)}{why}; {there}")
-    return Logs(step, tuple(_rank_log(files[rank], found[step][rank]) for rank in range(num_ranks)), steps, notes)
+        why = f" ({'; '.join(self.notes)})" if self.notes else ""
+        return f"step {step} is not whole on rank {_named(sorted(everyone - self._whole[step]))}{why}; {there}"
+
+
+def read_action_logs(folder: Path, step: int | None = None, *, num_ranks: int | None = None) -> Logs:
+    """Reads one step of the action logs of a run. See `ActionLogs`."""
+    return ActionLogs(folder, num_ranks=num_ranks).step(step)
 
 
 def _files(folder: Path) -> dict[int, Path]:

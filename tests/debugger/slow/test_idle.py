@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fourfold.debugger.reading.trace import UNKNOWN, Call, Host, HostRanges, Labels, RankTrace, Steps, Work, Works
-from fourfold.debugger.slow.idle import LAUNCH, RankSteps, cut, occurrence
+from fourfold.debugger.slow.idle import LAUNCH, RankSteps, cut
 from fourfold.layout import Grid
 from tests.debugger.hand import MS, Did, Met, trace
 
@@ -262,9 +262,3 @@ def test_a_rank_that_did_nothing() -> None:
     found = cut(made([], end=10))
     assert found.busy.sum() == 0
     assert by_host(found) == [(0, 10, LAUNCH)]
-
-
-@pytest.mark.parametrize("values", [[], [3], [1, 1, 1], [2, 1, 2, 2, 1, 0]])
-def test_occurrence(values: list[int]) -> None:
-    wanted = [values[:i].count(value) for i, value in enumerate(values)]
-    assert occurrence(np.array(values, dtype=np.int64)).tolist() == wanted

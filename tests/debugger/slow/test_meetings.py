@@ -14,7 +14,7 @@ import pytest
 from fourfold.debugger.reading import find, read_all
 from fourfold.debugger.reading.trace import UNKNOWN, Call, Group, RankTrace
 from fourfold.debugger.slow.idle import RankSteps, cut
-from fourfold.debugger.slow.meetings import Meetings, Unseen, meet, waits_for_unseen
+from fourfold.debugger.slow.meetings import Meetings, Unseen, exposed, meet, waits_for_unseen
 from fourfold.debugger.slow.places import Places
 from fourfold.layout import Grid
 from tests.debugger import jobs
@@ -203,6 +203,11 @@ class TestIncomplete:
         assert transfers(ranks, found) == {(0, 10): 8, (0, 50): 8, (4, 20): 8, (4, 45): 8}
 
 
+def _unseen(ranks: Sequence[RankSteps], grid: Grid, num_steps: int = 1) -> Unseen | None:
+    found = meet(ranks, Places(grid))
+    return waits_for_unseen(found, ranks, exposed(found, ranks)[0], num_steps)
+
+
 class TestUnseen:
     """Ranks without a trace for whom others wait."""
 
@@ -217,7 +222,7 @@ class TestUnseen:
             for rank in there
         }  # fmt: skip
         ranks = ranks_of([trace(rank, self.GRID, end=60, works=[], calls=calls[rank]) for rank in there])
-        return waits_for_unseen(meet(ranks, Places(self.GRID)), ranks, 1)
+        return _unseen(ranks, self.GRID)
 
     def test_nobody_is_missing(self) -> None:
         assert self.unseen([0, 1, 2]) is None
@@ -237,7 +242,7 @@ class TestUnseen:
         job = jobs.Job(tp=2, pp=2, dp=2, layers=2, slow=slow)
         (jobs.write(job, tmp_path) / "rank-7.json").unlink()
         ranks = read_all(find(tmp_path), reduce=cut, workers=1)
-        found = waits_for_unseen(meet(ranks, Places(Grid(tp=2, pp=2, dp=2))), ranks, job.steps)
+        found = _unseen(ranks, Grid(tp=2, pp=2, dp=2), job.steps)
         took = sum(end - start for start, end in jobs.play(job)[1]) / job.steps / 1e6
         if unseen is None:
             assert found is None or found.seconds < 0.05 * took

@@ -15,9 +15,9 @@ from fourfold.debugger.reading import find, read_all
 from fourfold.debugger.reading.trace import RankTrace
 from fourfold.debugger.slow import diagnose_traces
 from fourfold.debugger.slow.idle import cut
-from fourfold.debugger.slow.meetings import meet
+from fourfold.debugger.slow.meetings import exposed, meet
 from fourfold.debugger.slow.places import Places
-from fourfold.debugger.slow.whatif import Computed, Replay, make_replay, replay_of_traces
+from fourfold.debugger.slow.whatif import Computed, Replay, make_replay, replays_of_traces
 from fourfold.layout import Action, Grid, Kind, Schedule, generate
 from fourfold.layout.actions import COMPUTE
 from tests.debugger import jobs
@@ -240,7 +240,8 @@ def replayed(traces: list[RankTrace], step: int = 7) -> Replay | None:
     ranks = [cut(one) for one in traces]
     grid = traces[0].grid
     assert grid is not None
-    return replay_of_traces(ranks, meet(ranks, Places(grid)), grid, step)
+    found = meet(ranks, Places(grid))
+    return next(iter(replays_of_traces(ranks, found, exposed(found, ranks)[1], grid, [step])), None)
 
 
 class TestFromTraces:

@@ -7,14 +7,14 @@ of its step, transfers take as long for all of a group, and the rest is waiting.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.debugger.reading.trace import Host, Work
-from fourfold.debugger.slow.idle import LAUNCH, RankSteps
+from fourfold.debugger.slow.idle import RankSteps
 from fourfold.debugger.slow.known import median
 from fourfold.debugger.slow.meetings import Meetings
 from fourfold.layout import Grid
@@ -48,6 +48,8 @@ class Accounts:
     """[steps, ranks, `DIMENSIONS`]."""
     attention_known: bool = True
     """Whether attention is told from other work; else all is in GEMM."""
+    incomplete: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """By rank, the steps that were left out because a good part of them is missing in its trace."""
     on_processor: bool = False
     """Whether what computes is the host's processor, which others may have, too."""
 
@@ -155,7 +157,9 @@ def account(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid, steps: t
     # A step that is the first of some traces only begins there with its first event: its beginning is left out of all.
     first = [one.trace.steps.number[0] for one in ranks if len(one.trace.steps.number)]
     cut_short = np.array([0 < first.count(number) < len(ranks) for number in steps])
-    dimension = np.array([DIMENSIONS.index(_DIMENSION_OF.get(key[0], "other")) for key in meetings.keys] + [5])
+    dimension = np.array(
+        [DIMENSIONS.index(_DIMENSION_OF.get(key[0], "other")) for key in meetings.keys] + [DIMENSIONS.index("other")]
+    )
     for index, one in enumerate(ranks):
         rank = one.trace.rank
         at = {number: i for i, number in enumerate(one.trace.steps.number.tolist())}
@@ -181,10 +185,11 @@ def account(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid, steps: t
         late = one.by_host
         kept = place[late.step] >= 0
         kept &= ~((late.start == one.start[late.step]) & cut_short[place[late.step]])
-        kind = np.where(late.what[kept] == LAUNCH, len(HOST) - 1, late.what[kept])
+        kind = late.what[kept]
         np.add.at(host[:, rank], (place[late.step][kept], kind), (late.end[kept] - late.start[kept]) / 1e9)
-    for rank, numbers in incomplete(ranks, grid, steps).items():
+    left_out = incomplete(ranks, grid, steps)
+    for rank, numbers in left_out.items():
         for column in (work, host, transfer, wait):
             column[[steps.index(number) for number in numbers], rank] = np.nan
-    accounts = Accounts(grid, steps, work, host, transfer, wait)
+    accounts = Accounts(grid, steps, work, host, transfer, wait, incomplete=left_out)
     return sharing_processors(accounts, processor) if ranks[0].trace.device == "cpu" else accounts

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from fourfold.debugger.reading.trace import UNKNOWN, Call, Times
 from fourfold.debugger.slow.accounts import HOST
 from fourfold.debugger.slow.clocks import Clocks
-from fourfold.debugger.slow.idle import LAUNCH, RankSteps
+from fourfold.debugger.slow.idle import RankSteps
 from fourfold.debugger.slow.meetings import Meetings
 
 COMPUTING, MOVING, UNSEEN, BRIEF = "computing", "moving", "unseen", "brief"
@@ -382,7 +382,7 @@ def _stretches(
     start, end = one.in_calls.start[mine], one.in_calls.end[mine]
     turned = np.clip(one.trace.calls.end[call] - moved[call], start, end)
     pause = one.by_host.what[host].astype(np.int64)
-    pause = np.where(pause == LAUNCH, len(HOST) - 1, pause) + _FIRST_PAUSE
+    pause = pause + _FIRST_PAUSE
     none = np.full(len(pause), UNKNOWN, dtype=np.int64)
     starts = np.concatenate((start, turned, one.by_host.start[host]))
     ends = np.concatenate((turned, end, one.by_host.end[host]))

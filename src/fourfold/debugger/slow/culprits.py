@@ -19,6 +19,7 @@ from fourfold.debugger.slow.whatif import Replay
 Kind = Literal["compute", "cpu", "link"]
 Change = Callable[[Replay], Replay]
 
+_INNER = [DIMENSIONS.index(name) for name in ("tp", "cp")]  # what ranks wait for within a computation
 _GROUP = 3  # ranks: fewer that pause alike may be chance
 _ALIKE = 0.6  # of the largest relative excess: a class of work with so much is slow as well
 
@@ -170,7 +171,7 @@ def _on_normal_link(culprit: Culprit, accounts: Accounts, replay: Replay) -> Rep
         if accounts.grid.coordinates(one).pp != accounts.grid.coordinates(other).pp:
             return replay.at_link_speed((one, other), 1 / culprit.factor)
     busy = {
-        rank: float(mean(accounts.work[:, rank].sum(axis=1) + accounts.transfer[:, rank, :3].sum(axis=1)))
+        rank: float(mean(accounts.work[:, rank].sum(axis=1) + accounts.transfer[:, rank, _INNER].sum(axis=1)))
         for rank in culprit.ranks
     }
     excess = culprit.excess if not culprit.pausing else 0.0

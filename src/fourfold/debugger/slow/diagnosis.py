@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 
 from fourfold.debugger.reading import find, read_all
-from fourfold.debugger.slow.accounts import Accounts, account, common_steps, incomplete
+from fourfold.debugger.slow.accounts import Accounts, account, common_steps
 from fourfold.debugger.slow.clocks import Clocks, align
 from fourfold.debugger.slow.idle import RankSteps, cut
 from fourfold.debugger.slow.links import find_slow_links
-from fourfold.debugger.slow.meetings import Meetings, meet, waits_for_unseen
+from fourfold.debugger.slow.meetings import Meetings, exposed, in_steps, meet, waits_for_unseen
 from fourfold.debugger.slow.places import Layout, Places, layout_of
 from fourfold.debugger.slow.suspects import Suspects
 from fourfold.debugger.slow.verdict import Verdict, judge
-from fourfold.debugger.slow.whatif import Replay, replay_of_traces
+from fourfold.debugger.slow.whatif import Replay, replays_of_traces
 from fourfold.layout import Grid, join_ranks
 from fourfold.planner.search.words import many
 
@@ -34,7 +34,7 @@ class Diagnosis:
     """The answer, and all that it rests on.
 
     Attributes:
-        source: "traces", "action logs" or "table".
+        source: "traces" or "action logs".
         path: where it was read from.
         layout: of the job, and where it is known from.
         ranks: global ranks that were read.
@@ -98,38 +98,38 @@ def judge_ranks(
     known = layout_of([one.trace for one in ranks], layout)
     grid = known.grid
     chosen = common_steps(ranks, steps)
-    meetings = meet(ranks, Places(grid))
-    clocks = align(ranks, meetings)
+    everything = meet(ranks, Places(grid))
+    meetings = in_steps(everything, ranks, chosen)
     accounts = account(ranks, meetings, grid, chosen)
-    seconds = accounts.step_seconds
-    number = max(len(one.trace.steps.number) for one in ranks)
+    waited, moved = exposed(meetings, ranks)
     links = find_slow_links(
         meetings,
         grid,
-        num_steps=number,
-        step_seconds=float(np.mean(seconds)),
+        num_steps=len(chosen),
+        step_seconds=float(np.mean(accounts.step_seconds)),
         on_processor=accounts.on_processor,
     )
-    replays = [replay for step in some(chosen) if (replay := replay_of_traces(ranks, meetings, grid, step)) is not None]
+    replays = replays_of_traces(ranks, meetings, moved, grid, some(chosen))
     shares = next((one.trace.shares for one in ranks if one.trace.shares), ())
-    useless = [one.trace.rank for one in ranks if not accounts.present[one.trace.rank]]
-    unseen = waits_for_unseen(meetings, ranks, number, useless)
+    present = accounts.present
+    useless = [one.trace.rank for one in ranks if not present[one.trace.rank]]
+    unseen = waits_for_unseen(meetings, ranks, waited, len(chosen), useless)
     verdict, suspects = judge(accounts, shares=shares, links=links, replays=replays, unseen=unseen)
     return Diagnosis(
-        "traces",
-        path,
-        known,
-        tuple(one.trace.rank for one in ranks),
-        verdict,
-        suspects,
-        accounts,
-        chosen,
-        tuple(ranks),
-        meetings,
-        clocks,
-        tuple(replays),
-        ranks[0].trace.device,
-        _notes(ranks, known, meetings, chosen, accounts),
+        source="traces",
+        path=path,
+        layout=known,
+        ranks=tuple(one.trace.rank for one in ranks),
+        verdict=verdict,
+        suspects=suspects,
+        accounts=accounts,
+        steps=chosen,
+        traces=tuple(ranks),
+        meetings=everything,
+        clocks=align(ranks, everything),
+        replays=tuple(replays),
+        device=ranks[0].trace.device,
+        notes=_notes(ranks, known, meetings, accounts, useless),
     )
 
 
@@ -142,7 +142,7 @@ def some(steps: tuple[int, ...]) -> list[int]:
 
 
 def _notes(
-    ranks: Sequence[RankSteps], layout: Layout, meetings: Meetings, steps: tuple[int, ...], accounts: Accounts
+    ranks: Sequence[RankSteps], layout: Layout, meetings: Meetings, accounts: Accounts, useless: Sequence[int]
 ) -> tuple[str, ...]:
     """What is wrong with the files; what many of them have in common is said once."""
     notes = [layout.note] if layout.note else []
@@ -151,7 +151,6 @@ def _notes(
     if missing:
         which = f"{len(missing):,} of {layout.grid.size:,} ranks have no trace ({join_ranks(missing, 8)})"
         notes.append(f"{which}: they are not compared, and of their groups it is not known who came last")
-    useless = sorted(rank for rank in read if not accounts.present[rank])
     if useless:
         notes.append(f"rank {join_ranks(useless, 8)}: nothing of these steps is in its trace, and it is not compared")
     others = [key[1] for key in meetings.keys if key[0] == "other"]
@@ -169,6 +168,6 @@ def _notes(
         notes.append(f"{many(meetings.alone, 'call')} met no counterpart on some rank of their group")
     notes += [
         f"rank {rank}: step {', '.join(map(str, numbers))} is not whole, and left out"
-        for rank, numbers in incomplete(ranks, layout.grid, steps).items()
+        for rank, numbers in accounts.incomplete.items()
     ]
     return tuple(notes)

@@ -10,6 +10,7 @@ was waiting for others, other ranks' traces must tell; so pieces of pauses are k
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -79,17 +80,6 @@ def cut(trace: RankTrace) -> RankSteps:
     return RankSteps(_light(trace), start, end, busy, in_calls, by_host, _spans(works.start, covered))
 
 
-def occurrence(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of each value, how many like it stand before it."""
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
-    begins = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))) if len(values) else order
-    run = np.repeat(begins, np.diff(np.concatenate((begins, [len(values)]))))
-    out = np.empty_like(values)
-    out[order] = np.arange(len(values)) - run
-    return out
-
-
 def _windows(trace: RankTrace) -> tuple[Times, Times]:
     """When each step begins and ends on the device."""
     num_steps, works, calls = len(trace.steps.number), trace.works, trace.calls
@@ -119,7 +109,7 @@ class _Pauses:
         eligible = np.flatnonzero(calls.kind != Call.SEND)
         self.order = eligible[np.argsort(calls.end[eligible], kind="stable")]
         self.needed = _needed(trace)[self.order].tolist()
-        self.starts, self.ends = calls.start[self.order].tolist(), calls.end[self.order]
+        self.starts, self.ends = calls.start[self.order].tolist(), calls.end[self.order].tolist()
         self.ranges = trace.ranges
         self.rows: list[tuple[int, int, int, int]] = []  # start, end, step, call
         self.host_rows: list[tuple[int, int, int, int]] = []
@@ -127,9 +117,9 @@ class _Pauses:
     def add(self, step: int, free: int, begin: int) -> None:
         """A pause from `free` to `begin`, when something starts."""
         at = begin
-        i = int(np.searchsorted(self.ends, begin + _TOUCH, side="right")) - 1
+        i = bisect_right(self.ends, begin + _TOUCH) - 1
         while at > free and i >= 0:
-            end = int(self.ends[i])
+            end = self.ends[i]
             if end <= free:
                 break
             if end > at + _TOUCH or self.needed[i] > begin + _TOUCH:

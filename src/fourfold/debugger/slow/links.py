@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.debugger.reading.trace import MESSAGES, Call
+from fourfold.debugger.reading.trace import MESSAGES, UNKNOWN, Call
+from fourfold.debugger.slow.columns import numbered
 from fourfold.debugger.slow.known import spread
 from fourfold.debugger.slow.meetings import Meetings
 from fourfold.layout import Grid
@@ -98,7 +99,8 @@ def _families(
         return out
     size = np.array([*(len(key[1]) for key in meetings.keys), 0])
     stage = np.array([*(_stage(key[1], grid) for key in meetings.keys), 0])
-    dimension = np.array([*(hash(key[0]) for key in meetings.keys), 0])
+    names = sorted({key[0] for key in meetings.keys})
+    dimension = np.array([*(names.index(key[0]) for key in meetings.keys), UNKNOWN])
     seen = np.bincount(meetings.number)
     _, first = np.unique(meetings.number, return_index=True)
     key = meetings.key[first]
@@ -112,15 +114,16 @@ def _families(
     kind = np.where(np.isin(kind, MESSAGES), Call.MESSAGE, kind)
     # Unless it is known how much they carry, only groups of one pipeline rank carry the same.
     where = np.where(elements < 0, stage[key], -1)
-    table = np.stack([dimension[key], kind, elements, meetings.itemsize[first], where, size[key], key], axis=1)
-    found, which = np.unique(table, axis=0, return_inverse=True)
-    order = np.argsort(which.reshape(-1), kind="stable")
-    cuts = np.cumsum(np.bincount(which.reshape(-1)))[:-1]
-    for look, rows in zip(found.tolist(), np.split(order, cuts), strict=True):
+    columns = dimension[key], kind, elements, meetings.itemsize[first], where, size[key], key
+    found, which = numbered(*columns)
+    order = np.argsort(which, kind="stable")
+    cuts = np.cumsum(np.bincount(which))[:-1]
+    looks = zip(*(column[found].tolist() for column in columns), strict=True)
+    for look, rows in zip(looks, np.split(order, cuts), strict=True):
         name, members = meetings.keys[look[-1]]
         group = name, tuple(sorted(members))
         took = meetings.transfer[first[rows]]
-        family = out[tuple(look[:-1])]
+        family = out[look[:-1]]
         family[group] = np.concatenate((family[group], took)) if group in family else took
     return out
 

@@ -21,7 +21,7 @@ from fourfold.debugger.slow.verdict import judge
 from fourfold.debugger.slow.whatif import Computed, Replay, make_replay
 from fourfold.layout import Doing, Grid, Kind
 from fourfold.layout.actions import COMPUTE
-from fourfold.simulator.replay import Logs, RankLog, message_seconds, read_action_logs
+from fourfold.simulator.replay import ActionLogs, Logs, RankLog, message_seconds
 
 _HOST = {Doing.LOAD: "loader", Doing.GC: "garbage", Doing.STEP: "optimizer"}
 _MEETS = {Doing.COUNT: "dp", Doing.SUM: "dp", Doing.FLUSH: "pp", Doing.NORM: "end", Doing.MEET: "end"}
@@ -69,16 +69,17 @@ def _transfers(step: Logs, grid: Grid) -> list[tuple[np.ndarray, np.ndarray]]:
 
     The last to come is in them shortest.
     """
-    out = []
-    for rank, log in enumerate(step.ranks):
-        columns = []
-        for name, dims in (("tied", ("tp", "cp")), ("fsdp", ("dp", "cp"))):
-            peers = [step.ranks[peer] for peer in grid.group_of(rank, *dims)]
-            own: np.ndarray = getattr(log, name)
-            alike = all(peer.actions == log.actions for peer in peers)
-            columns.append(np.min([getattr(peer, name) for peer in peers], axis=0) if alike else own)
-        out.append((columns[0], columns[1]))
-    return out
+    columns: list[list[np.ndarray]] = []
+    for name, dims in (("tied", ("tp", "cp")), ("fsdp", ("dp", "cp"))):
+        shortest = [getattr(log, name) for log in step.ranks]
+        for group in grid.groups(*dims):
+            logs = [step.ranks[rank] for rank in group]
+            if all(log.actions == logs[0].actions for log in logs):
+                least = np.min([getattr(log, name) for log in logs], axis=0)
+                for rank in group:
+                    shortest[rank] = least
+        columns.append(shortest)
+    return [*zip(*columns, strict=True)]
 
 
 def _own(log: RankLog) -> tuple[np.ndarray, np.ndarray]:
@@ -122,33 +123,32 @@ def _computations(log: RankLog, met: np.ndarray) -> list[Computed]:
 def diagnose_logs(folder: Path, *, layout: Grid | None = None, steps: tuple[int, int] | None = None) -> Diagnosis:
     """Diagnoses action logs of our trainer. ValueError: they are damaged, or of another layout."""
     grid = layout or layout_of_run(folder)
-    newest = read_action_logs(folder, num_ranks=None if grid is None else grid.size)
     if grid is None:
         raise ValueError(f"{folder}: the logs do not say the layout; give --layout tp=...,cp=...,pp=...,dp=...")
-    chosen = tuple(step for step in newest.steps if steps is None or steps[0] <= step <= steps[1])
+    read = ActionLogs(folder, num_ranks=grid.size)
+    read.step()  # or it says why there is none
+    chosen = tuple(step for step in read.steps if steps is None or steps[0] <= step <= steps[1])
     if not chosen:
         raise ValueError(
-            f"--steps: no whole step of the logs is among them; there are {newest.steps[0]} to {newest.steps[-1]}"
+            f"--steps: no whole step of the logs is among them; there are {read.steps[0]} to {read.steps[-1]}"
         )
-    logs = [_completed(read_action_logs(folder, step, num_ranks=grid.size)) for step in chosen]
+    logs = [_completed(read.step(step)) for step in chosen]
     accounts = accounts_of_logs(logs, grid)
-    replays = tuple(
-        replay for one in logs if one.step in some(chosen) and (replay := replay_of_logs(one, grid)) is not None
-    )
+    again = [replay_of_logs(one, grid) for one in logs if one.step in some(chosen)]
+    replays = tuple(replay for replay in again if replay is not None)
     verdict, suspects = judge(accounts, replays=replays)
-    source = "given" if layout is not None else "run.json"
     return Diagnosis(
-        "action logs",
-        folder,
-        Layout(grid, source),
-        tuple(range(grid.size)),
-        verdict,
-        suspects,
-        accounts,
-        chosen,
+        source="action logs",
+        path=folder,
+        layout=Layout(grid, "given" if layout is not None else "run.json"),
+        ranks=tuple(range(grid.size)),
+        verdict=verdict,
+        suspects=suspects,
+        accounts=accounts,
+        steps=chosen,
         replays=replays,
         device="cpu",
-        notes=newest.notes,
+        notes=read.notes,
     )
 
 

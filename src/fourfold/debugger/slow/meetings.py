@@ -1,13 +1,12 @@
-"""Which calls of different ranks are one and the same collective or message, how long it took once all were there, and
-how wrong the clocks of the ranks are.
+"""Which calls of different ranks are one and the same collective or message, and how long it took once all were there.
 
 A collective ends for all of its members together, whenever they came. So the last to come spends the shortest time in
-it, and that time is the transfer; what others spend longer is waiting. This needs no clocks. And the ends, being one
-moment, show by how much clocks differ.
+it, and that time is the transfer; what others spend longer is waiting. This needs no clocks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.debugger.reading.trace import MESSAGES, UNKNOWN, Call, Calls
-from fourfold.debugger.slow.idle import RankSteps, occurrence
+from fourfold.debugger.slow.columns import numbered, occurrence
+from fourfold.debugger.slow.idle import RankSteps
 from fourfold.debugger.slow.places import Places
 
 Key = tuple[str, tuple[int, ...]]
@@ -61,6 +61,22 @@ class Meetings:
         return slice(int(begin), int(end))
 
 
+def in_steps(meetings: Meetings, ranks: Sequence[RankSteps], steps: Collection[int]) -> Meetings:
+    """Only what happened in some steps, by the profiler's numbers."""
+    kept = np.zeros(len(meetings.rank), dtype=bool)
+    for i, one in enumerate(ranks):
+        rows = meetings.of_rank(i)
+        step = one.trace.calls.step[meetings.call[rows]]
+        wanted = np.append(np.isin(one.trace.steps.number, [*steps]), False)  # the last: outside of all, which is -1
+        kept[rows] = wanted[step]
+    columns = {
+        field.name: getattr(meetings, field.name)[kept]
+        for field in dataclasses.fields(meetings)
+        if field.name not in ("keys", "alone")
+    }
+    return dataclasses.replace(meetings, **columns)
+
+
 def exposed(meetings: Meetings, ranks: Sequence[RankSteps]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Of each row, ns of waiting and of transfer for which its rank computed nothing."""
     wait, transfer = np.zeros_like(meetings.wait), np.zeros_like(meetings.wait)
@@ -71,7 +87,7 @@ def exposed(meetings: Meetings, ranks: Sequence[RankSteps]) -> tuple[NDArray[np.
         pieces = one.in_calls
         known = place[pieces.what] >= 0
         row, begun, ended = place[pieces.what][known], pieces.start[known], pieces.end[known]
-        turned = np.clip((meetings.end - meetings.transfer)[row], begun, ended)
+        turned = np.clip(meetings.end[row] - meetings.transfer[row], begun, ended)
         np.add.at(wait, row, turned - begun)
         np.add.at(transfer, row, ended - turned)
     return wait, transfer
@@ -91,19 +107,23 @@ class Unseen:
 
 
 def waits_for_unseen(
-    meetings: Meetings, ranks: Sequence[RankSteps], num_steps: int, useless: Collection[int] = ()
+    meetings: Meetings,
+    ranks: Sequence[RankSteps],
+    waited: NDArray[np.int64],
+    num_steps: int,
+    useless: Collection[int] = (),
 ) -> Unseen | None:
     """For whom the ranks that are there wait most; None if nobody is missing, or waited for.
 
     Args:
         meetings: of the ranks that were read.
         ranks: these.
+        waited: ns that each row shows of waiting, as `exposed` has it.
         num_steps: in which the meetings are.
         useless: global ranks that were read, but have nothing to tell.
     """
     there = {one.trace.rank for one in ranks} - {*useless}
     rows = np.isin(meetings.rank, [i for i, one in enumerate(ranks) if one.trace.rank in there])
-    waited = exposed(meetings, ranks)[0]
     least = np.full(int(meetings.number.max(initial=-1)) + 1, np.iinfo(np.int64).max)
     np.minimum.at(least, meetings.number[rows], waited[rows])
     numbers, first = np.unique(meetings.number[rows], return_index=True)
@@ -125,12 +145,12 @@ def _by_key(
     """One rank's calls by whom they are with, in order; None: nobody knows."""
     trace = steps.trace
     calls = trace.calls
-    looks = np.stack([calls.group, calls.kind, calls.peer, np.where(calls.group < 0, calls.stream, 0)], axis=1)
-    kinds, which = np.unique(looks, axis=0, return_inverse=True)
+    columns = calls.group, calls.kind, calls.peer, np.where(calls.group < 0, calls.stream, 0)
+    first, which = numbered(*columns)
+    looks = zip(*(column[first].tolist() for column in columns), strict=True)
     members = [places.complete(group, trace.rank) for group in trace.groups]
-    keys = [_key(trace.rank, look, members, places, guessed) for look in kinds.tolist()]
+    keys = [_key(trace.rank, look, members, places, guessed) for look in looks]
     out: dict[Key | None, NDArray[np.int64]] = {}
-    which = which.reshape(-1)
     for key in dict.fromkeys(keys):
         if key is None or len(key[1]) > 1:
             out[key] = np.flatnonzero(np.isin(which, [i for i, other in enumerate(keys) if other == key]))
@@ -165,21 +185,20 @@ def meet(ranks: Sequence[RankSteps], places: Places) -> Meetings:
     index = {steps.trace.rank: i for i, steps in enumerate(ranks)}
     keys = sorted({key for one in known for key in one if key is not None})
     parts: list[np.ndarray] = []  # rows of rank, call, meeting, key
-    numbered = 0
+    total = 0
     for number, key in enumerate(keys):
         members = [index[rank] for rank in dict.fromkeys(key[1]) if rank in index]
         columns = {i: known[i][key] for i in members if key in known[i]}
         place = _places({i: (ranks[i].trace.calls, chosen) for i, chosen in columns.items()})
         rows = np.stack([np.repeat([*columns], list(map(len, columns.values()))), np.concatenate([*columns.values()])])
-        _, meeting = np.unique(place, axis=0, return_inverse=True)
-        meeting = meeting.reshape(-1)
-        parts.append(np.stack([*rows, numbered + meeting, np.full(len(meeting), number)], axis=1))
-        numbered += int(meeting.max(initial=-1)) + 1
+        first, meeting = numbered(*place.T)
+        parts.append(np.stack([*rows, total + meeting, np.full(len(meeting), number)], axis=1))
+        total += len(first)
     for i, one in enumerate(known):
         alone = one.get(None, np.empty(0, dtype=np.int64))
-        number = numbered + np.arange(len(alone))
+        number = total + np.arange(len(alone))
         parts.append(np.stack([np.full_like(alone, i), alone, number, np.full_like(alone, UNKNOWN)], axis=1))
-        numbered += len(alone)
+        total += len(alone)
     table = np.concatenate(parts).astype(np.int64)
     table = table[np.lexsort((table[:, 1], table[:, 0]))]
     rank, call, number, key = table.T
@@ -187,11 +206,11 @@ def meet(ranks: Sequence[RankSteps], places: Places) -> Meetings:
     transfer, unmet = _transfers(table, keys, *columns)
     kind, elements, itemsize, start, end = columns
     wait = end - start - transfer
-    guessed = np.concatenate(
-        [one.trace.calls.group[call[slice(*np.searchsorted(rank, (i, i + 1)))]] < 0 for i, one in enumerate(ranks)]
+    (group,) = _columns(table, [steps.trace.calls for steps in ranks], ("group",))
+    nameless = (group < 0) & ~np.isin(kind, (Call.SEND, Call.RECV))
+    return Meetings(
+        rank, call, number, key, kind, elements, itemsize, end, transfer, wait, nameless, tuple(keys), unmet
     )
-    guessed &= ~np.isin(kind, (Call.SEND, Call.RECV))
-    return Meetings(rank, call, number, key, kind, elements, itemsize, end, transfer, wait, guessed, tuple(keys), unmet)
 
 
 _COLUMNS = ("kind", "elements", "itemsize", "start", "end")
@@ -211,12 +230,12 @@ def _places(columns: Mapping[int, tuple[Calls, NDArray[np.int64]]]) -> NDArray[n
 
     By sequence number where there is one; else by order within a step.
     """
-    numbered = all(bool(np.all(calls.sequence[chosen] >= 0)) for calls, chosen in columns.values())
+    counted = all(bool(np.all(calls.sequence[chosen] >= 0)) for calls, chosen in columns.values())
     out = []
     for calls, chosen in columns.values():
-        first = calls.sequence[chosen] if numbered else calls.step[chosen].astype(np.int64)
+        first = calls.sequence[chosen] if counted else calls.step[chosen].astype(np.int64)
         out.append(np.stack([first, occurrence(first)], axis=1))
-    if not numbered:
+    if not counted:
         _align(out, list(columns.values()))
     return np.concatenate(out)
 
@@ -266,11 +285,10 @@ def _transfers(
     complete = present[number] == wanted
     transfer = np.minimum(shortest[number], took)
     # Who came last is not known if somebody's trace is missing: then it takes what it takes others at best.
-    dimension = np.array([*(hash(key[0]) for key in keys), 0], dtype=np.int64)[table[:, 3]]
-    like = np.stack([dimension, np.where(kind == Call.SEND, Call.RECV, kind), elements, itemsize], axis=1)
-    _, family = np.unique(like, axis=0, return_inverse=True)
-    family = family.reshape(-1)
-    usual = np.full(family.max() + 1, np.iinfo(np.int64).max)
+    names = sorted({key[0] for key in keys})
+    dimension = np.array([*(names.index(key[0]) for key in keys), UNKNOWN])[table[:, 3]]
+    first, family = numbered(dimension, np.where(kind == Call.SEND, Call.RECV, kind), elements, itemsize)
+    usual = np.full(len(first), np.iinfo(np.int64).max)
     np.minimum.at(usual, family[complete], transfer[complete])
     anyhow = np.full_like(usual, np.iinfo(np.int64).max)
     np.minimum.at(anyhow, family, took)

@@ -29,7 +29,7 @@ class Layout:
 
     Attributes:
         grid: sizes.
-        source: where they come from: "given", "traces" (written there), "groups" (inferred) or "none".
+        source: where they come from: "given", "traces" (written there), "groups" (inferred), "run.json" or "none".
         note: what a reader should know of it; empty if nothing.
     """
 

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from fourfold.debugger.reading.trace import Work
-from fourfold.debugger.slow.accounts import Accounts, Seconds
+from fourfold.debugger.slow.accounts import DIMENSIONS, Accounts, Seconds
 from fourfold.debugger.slow.culprits import Culprit, beside_the_graph, culprits_of, mended
 from fourfold.debugger.slow.known import mean, median
 from fourfold.debugger.slow.links import SlowLink
@@ -23,12 +23,13 @@ Answer = Literal[
     "slow rank", "slow link", "several", "rotating", "partition", "documents", "no single culprit", "healthy"
 ]
 
-MOST_CULPRITS = 64
+_MOST_CULPRITS = 64
 _LONGER_STAGE = 1.10  # times the other stages, against its expected share
 _LONG = 0.05  # of the step: what a long stage, or ranks without a trace, must cost to be the answer
 _EVEN = 1.02  # times the mean attention: less is no unevenness
 _UNEVEN = 0.10  # the same of documents, which are never even
 _WAITS = 0.2  # of the step: with so much waiting for peers of which none stands out, something is wrong all the same
+_PEERS = [DIMENSIONS.index(name) for name in ("tp", "cp", "dp")]  # who do the same as a rank
 _BESIDE = 0.3  # of the first's excess: with less, on processors that others have as well, a second stands out by chance
 _CLEAR = 2.0  # times the threshold: who stands out by so much is named, whatever it costs now
 _AT_LEAST = 0.005  # of the step: so much a second culprit must cost, once those before it are mended
@@ -113,18 +114,18 @@ def judge(
         error = float(np.mean([replay.seconds() / replay.measured - 1 for replay in replays]))
     answer, reason = _answer(culprits, suspects, stage, documents_gain, accounts, step, unseen)
     verdict = Verdict(
-        answer,
-        tuple(culprits),
-        step,
-        gain,
-        tuple(sorted(what_ifs, key=lambda w: -w.gain)),
-        suspects.rotating if answer == "rotating" else (),
-        stage,
-        uneven,
-        spread,
-        documents_gain,
-        error,
-        reason,
+        answer=answer,
+        culprits=tuple(culprits),
+        step_seconds=step,
+        gain=gain,
+        what_ifs=tuple(sorted(what_ifs, key=lambda w: -w.gain)),
+        rotating=suspects.rotating if answer == "rotating" else (),
+        stage=stage,
+        uneven=uneven,
+        documents=spread,
+        documents_gain=documents_gain,
+        replay_error=error,
+        reason=reason,
     )
     return verdict, suspects
 
@@ -134,7 +135,7 @@ def _one_after_another(accounts: Accounts, shares: tuple[float, ...]) -> tuple[S
     first = found = find_suspects(accounts, shares)
     ranks: list[int] = []
     left = accounts
-    while found.ranks and len(ranks) < MOST_CULPRITS:
+    while found.ranks and len(ranks) < _MOST_CULPRITS:
         rank = found.ranks[0]
         if ranks and accounts.on_processor and found.per_rank[rank] < _BESIDE * first.per_rank[ranks[0]]:
             break
@@ -275,7 +276,7 @@ def _answer(
         return "no single culprit", f"one rank of {accounts.grid.size:,} has a trace, and nobody to be compared with"
     if not suspects.compared:
         return "no single culprit", "no rank has peers that do the same"
-    waits = mean(accounts.wait[:, :, [0, 1, 3]].sum(axis=2))
+    waits = mean(accounts.wait[:, :, _PEERS].sum(axis=2))
     if waits > _WAITS * step:
         return "no single culprit", "ranks wait for their peers, and none of them stands out"
     return "healthy", ""

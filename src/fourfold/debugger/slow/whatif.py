@@ -16,7 +16,7 @@ import numpy as np
 
 from fourfold.debugger.reading.trace import MESSAGES, Call
 from fourfold.debugger.slow.idle import RankSteps
-from fourfold.debugger.slow.meetings import Meetings, exposed
+from fourfold.debugger.slow.meetings import Meetings
 from fourfold.debugger.slow.suspects import typical
 from fourfold.layout import Action, Grid, Kind, Schedule
 from fourfold.layout.actions import COMPUTE
@@ -217,36 +217,55 @@ def make_replay(
     return Replay(grid, step, measured, graph, own, before, after, sent)
 
 
-def replay_of_traces(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid, step: int) -> Replay | None:
-    """A step from labelled traces.
+def replays_of_traces(
+    ranks: Sequence[RankSteps], meetings: Meetings, transfer: np.ndarray, grid: Grid, steps: Sequence[int]
+) -> list[Replay]:
+    """Those of some steps that can be replayed, from labelled traces.
 
     Without labels a step can only be replayed if it has no pipeline: then all that a rank computes is one computation.
-    None if it cannot.
+
+    Args:
+        ranks, meetings: what was read.
+        transfer: ns that each row shows of transfer, as `meetings.exposed` has it.
+        grid: the layout.
+        steps: their numbers.
     """
+    common = _common(meetings, transfer)
+    turned = [_turned(one, meetings, index, common) for index, one in enumerate(ranks)]
+    message = _messages(meetings)
+    replays = (_replay(ranks, turned, grid, step, message) for step in steps)
+    return [replay for replay in replays if replay is not None]
+
+
+def _replay(
+    ranks: Sequence[RankSteps],
+    turned: Sequence[np.ndarray],
+    grid: Grid,
+    step: int,
+    message: Mapping[tuple[int, int], float],
+) -> Replay | None:
     computed: dict[int, Sequence[Computed]] = {}
-    measured, common = 0.0, _common(meetings, ranks)
-    for index, one in enumerate(ranks):
-        rows, took = _computations(one, meetings, index, step, common)
+    measured = 0.0
+    for one, ends in zip(ranks, turned, strict=True):
+        rows, took = _computations(one, ends, step)
         if rows:
             computed[one.trace.rank], measured = rows, max(measured, took)
     if not computed and grid.pp == 1:
-        computed = _whole_steps(ranks, meetings, step, common)
+        computed = _whole_steps(ranks, turned, step)
         at = [(one, np.flatnonzero(one.trace.steps.number == step)) for one in ranks]
         measured = max((float((one.end - one.start)[where[0]]) / 1e9 for one, where in at if len(where)), default=0.0)
     if not computed or not measured:
         return None
-    return make_replay(grid, step, measured, computed, _messages(meetings))
+    return make_replay(grid, step, measured, computed, message)
 
 
-def _whole_steps(
-    ranks: Sequence[RankSteps], meetings: Meetings, step: int, common: np.ndarray
-) -> dict[int, Sequence[Computed]]:
+def _whole_steps(ranks: Sequence[RankSteps], turned: Sequence[np.ndarray], step: int) -> dict[int, Sequence[Computed]]:
     """Of each rank that has the step, all that it did, as one computation."""
     out: dict[int, Sequence[Computed]] = {}
-    for index, one in enumerate(ranks):
+    for one, ends in zip(ranks, turned, strict=True):
         where = np.flatnonzero(one.trace.steps.number == step)
         if len(where):
-            waits = _turned(one, meetings, index, common) - one.in_calls.start
+            waits = ends - one.in_calls.start
             waited = int(waits[one.in_calls.step == where[0]].sum())
             late = one.by_host.step == where[0]
             paused = int((one.by_host.end - one.by_host.start)[late].sum())
@@ -255,13 +274,12 @@ def _whole_steps(
     return out
 
 
-def _common(meetings: Meetings, ranks: Sequence[RankSteps]) -> np.ndarray:
+def _common(meetings: Meetings, transfer: np.ndarray) -> np.ndarray:
     """Of each row, ns of transfer that keep all members of the meeting from computing.
 
     Who waits for a slow rank sees transfers that it would else hide: they are part of its waiting. Messages are in the
     graph by themselves.
     """
-    _, transfer = exposed(meetings, ranks)
     least = np.full(int(meetings.number.max(initial=-1)) + 1, np.iinfo(np.int64).max)
     np.minimum.at(least, meetings.number, transfer)
     return np.where(np.isin(meetings.kind, MESSAGES), meetings.transfer, least[meetings.number])
@@ -277,9 +295,7 @@ def _turned(one: RankSteps, meetings: Meetings, index: int, common: np.ndarray) 
     return np.clip(calls.end[pieces.what] - moved[pieces.what], pieces.start, pieces.end)
 
 
-def _computations(
-    one: RankSteps, meetings: Meetings, index: int, step: int, common: np.ndarray
-) -> tuple[list[Computed], float]:
+def _computations(one: RankSteps, turned: np.ndarray, step: int) -> tuple[list[Computed], float]:
     """A rank's computations in a step, and seconds from its beginning to the end of the last."""
     trace, labels = one.trace, one.trace.labels
     where = np.flatnonzero(trace.steps.number == step)
@@ -297,7 +313,7 @@ def _computations(
     if not chosen:
         return [], 0.0
     starts, ends = labels.start[chosen], labels.end[chosen]
-    pieces, turned = one.in_calls, _turned(one, meetings, index, common)
+    pieces = one.in_calls
     # A wait lies inside of one computation or outside of all.
     waits = _inside(starts, ends, pieces.start, turned)
     free = np.concatenate(([begin], ends[:-1]))

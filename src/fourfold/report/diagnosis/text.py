@@ -32,7 +32,7 @@ def diagnosis_text(found: Diagnosis) -> str:
         lines += ["", f"How the search came to rank {culprits[0].ranks[0]}, outermost first", *aligned([head, *rows])]
     lines += [
         "",
-        "What ranks did, per step (excess: longer than their peers; host: pauses that nothing else explains)",
+        _LEGEND,
         *aligned(rank_rows(found)),
     ]
     if found.verdict.what_ifs:
