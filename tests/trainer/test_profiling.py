@@ -37,7 +37,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     assert done.code == 0, done.err
     assert "Profiler: 2 steps from 3 on, on 3 ranks, to profile/" in done.out
-    assert done.err == ""  # the profiler has nothing to say on a terminal
+    # The profiler has nothing to say on a terminal; but in this process one may have run before, and its library reads
+    # its level of logging once.
+    assert not [line for line in done.err.splitlines() if not line.startswith("USDT:")]
     return folder / "runs" / "tiny"
 
 

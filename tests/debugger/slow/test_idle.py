@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fourfold.debugger.reading.trace import UNKNOWN, Call, Host, HostRanges, Labels, RankTrace, Steps, Work, Works
+from fourfold.debugger.reading.trace import UNKNOWN, Call, Host, HostRanges, Labels, RankTrace, Steps, Work
 from fourfold.debugger.slow.idle import LAUNCH, RankSteps, cut
 from fourfold.layout import Grid
 from tests.debugger.hand import MS, Did, Met, trace
@@ -235,27 +235,6 @@ def test_overlapping_kernels_count_once_and_for_the_first() -> None:
     kinds = np.array([Work.GEMM, Work.MEMORY, Work.ATTENTION], dtype=np.int8)
     found = cut(dataclasses.replace(one, works=dataclasses.replace(one.works, kind=kinds)))
     assert (found.busy[0] // MS).tolist() == [10, 0, 6]
-
-
-def test_spans_join_what_touches() -> None:
-    found = cut(made([(0, 10), (10, 12), (15, 20), (17, 18)], end=20))
-    assert (found.spans[0] // MS).tolist() == [0, 15]
-    assert (found.spans[1] // MS).tolist() == [12, 20]
-
-
-def test_spans_of_very_many_kernels_are_few() -> None:
-    number = 12_000
-    start = np.arange(number) * 1_000
-    took = np.full(number, 400)
-    took[::100] = 100  # 120 longer pauses
-    one = made([(0, 1)], end=1)
-    zeros = np.zeros(number, dtype=np.int32)
-    works = Works(start, start + took, zeros, zeros.astype(np.int8), zeros, zeros, start)
-    begun, ended = cut(dataclasses.replace(one, works=works)).spans
-    assert 120 <= len(begun) <= 5_000
-    assert begun[0] == 0
-    assert ended[-1] == start[-1] + took[-1]
-    assert np.all(begun[1:] > ended[:-1])
 
 
 def test_a_rank_that_did_nothing() -> None:

@@ -23,7 +23,6 @@ LAUNCH = len(Host)
 """Kind of a pause that nothing explains but its host, which launched late."""
 
 _TOUCH = 1_000  # ns by which a computation may seem to begin before what it waits for has ended
-_MOST_SPANS = 5_000  # stretches of computing that are kept for pictures
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,6 @@ class RankSteps:
     """[steps, `Work`] ns."""
     in_calls: Pieces = field(repr=False)
     by_host: Pieces = field(repr=False)
-    spans: tuple[Times, Times] = field(repr=False)
-    """Start and end of stretches of computing, close ones joined."""
 
 
 def cut(trace: RankTrace) -> RankSteps:
@@ -77,7 +74,7 @@ def cut(trace: RankTrace) -> RankSteps:
         if end[step] > free:
             pauses.add(step, free, int(end[step]))
     in_calls, by_host = pauses.pieces()
-    return RankSteps(_light(trace), start, end, busy, in_calls, by_host, _spans(works.start, covered))
+    return RankSteps(_light(trace), start, end, busy, in_calls, by_host)
 
 
 def _windows(trace: RankTrace) -> tuple[Times, Times]:
@@ -187,18 +184,6 @@ def _needed(trace: RankTrace) -> Times:
 def _pieces(rows: list[tuple[int, int, int, int]]) -> Pieces:
     table = np.array(rows, dtype=np.int64).reshape(-1, 4)
     return Pieces(table[:, 0], table[:, 1], table[:, 2].astype(np.int32), table[:, 3].astype(np.int32))
-
-
-def _spans(start: Times, covered: Times) -> tuple[Times, Times]:
-    """Stretches of computing: pauses are passed over, the shortest first, until few enough are left."""
-    if not len(start):
-        return start, covered
-    pauses = np.maximum(start[1:] - covered[:-1], 0)
-    least = 0
-    if len(pauses) > _MOST_SPANS:
-        least = int(np.partition(pauses, -_MOST_SPANS)[-_MOST_SPANS])
-    breaks = np.flatnonzero(pauses > least)
-    return start[np.concatenate(([0], breaks + 1))], covered[np.concatenate((breaks, [len(covered) - 1]))]
 
 
 def _light(trace: RankTrace) -> RankTrace:
