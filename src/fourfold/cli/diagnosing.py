@@ -44,7 +44,7 @@ def diagnose(
     ----------
     path
         Folder of a run, of profiler traces (.json, .json.gz, one per rank), of action logs or of flight-recorder dumps;
-        one of these files; or a table of operations (.parquet).
+        one trace or dump; or a table of operations (.parquet).
     layout
         Sizes of the dimensions, tp=2,cp=2,pp=2,dp=2, where the files do not tell.
     steps
