@@ -13,7 +13,7 @@ import pytest
 
 from fourfold.debugger.reading.trace import RankTrace, Work
 from fourfold.debugger.slow import Diagnosis, diagnose_traces, judge_ranks
-from fourfold.debugger.slow.accounts import DIMENSIONS, HOST, Accounts
+from fourfold.debugger.slow.accounts import AWAITED, HOST, Accounts
 from fourfold.debugger.slow.idle import cut
 from fourfold.debugger.slow.places import Layout
 from fourfold.debugger.slow.verdict import judge
@@ -223,9 +223,9 @@ def action_logs() -> Diagnosis:
     assert step is not None
     work = np.zeros((1, 4, len(Work)))
     work[0, :, Work.GEMM] = [20e-3, 50e-3, 20e-3, 20e-3]
-    wait = np.zeros((1, 4, len(DIMENSIONS)))
+    wait = np.zeros((1, 4, len(AWAITED)))
     wait[0, :, 0] = [30e-3, 0, 0, 0]
-    none = np.zeros((1, 4, len(HOST))), np.zeros((1, 4, len(DIMENSIONS)))
+    none = np.zeros((1, 4, len(HOST))), np.zeros((1, 4, len(AWAITED)))
     accounts = Accounts(grid, (3,), work, *none, wait, attention_known=False)
     verdict, suspects = judge(accounts, replays=[step])
     return Diagnosis(

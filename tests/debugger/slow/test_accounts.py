@@ -10,7 +10,7 @@ import pytest
 
 from fourfold.debugger.reading.trace import RankTrace, Steps, Work
 from fourfold.debugger.slow.accounts import (
-    DIMENSIONS,
+    AWAITED,
     HOST,
     Accounts,
     account,
@@ -32,7 +32,7 @@ def accounted(traces: Sequence[RankTrace], steps: tuple[int, ...] = (7,)) -> Acc
     return account(ranks, meet(ranks, Places(grid)), grid, steps)
 
 
-def ms(column: np.ndarray, names: Sequence[str] = DIMENSIONS) -> dict[str, float]:
+def ms(column: np.ndarray, names: Sequence[str] = AWAITED) -> dict[str, float]:
     """What is not 0, in milliseconds."""
     return {name: round(1e3 * value, 6) for name, value in zip(names, column.tolist(), strict=True) if value}
 
@@ -145,7 +145,7 @@ class TestProcessors:
         work[0, :, Work.GEMM], work[0, :, Work.MEMORY] = 0.75 * np.array(busy), 0.25 * np.array(busy)
         host = np.zeros((1, len(busy), len(HOST)))
         host[0, :, HOST.index("launch")] = launch
-        rest = np.zeros((1, len(busy), len(DIMENSIONS)))
+        rest = np.zeros((1, len(busy), len(AWAITED)))
         return Accounts(Grid(dp=len(busy)), (1,), work, host, rest, rest)
 
     def test_interruptions_that_all_have_lengthen_computing(self) -> None:

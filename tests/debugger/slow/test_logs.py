@@ -19,7 +19,7 @@ import pytest
 from fourfold.debugger.ask import ask
 from fourfold.debugger.reading.trace import Work
 from fourfold.debugger.slow import Culprit, Diagnosis, diagnose_logs, is_logs
-from fourfold.debugger.slow.accounts import DIMENSIONS, HOST
+from fourfold.debugger.slow.accounts import AWAITED, HOST
 from fourfold.layout import Grid
 
 DATA = Path(__file__).parent / "data" / "real_logs.json.gz"
@@ -143,7 +143,7 @@ def test_accounts_are_what_was_played(tmp_path: Path) -> None:
         assert accounts.work[1, rank, Work.GEMM] * 1e3 == pytest.approx(COMPUTING * (1.5 if rank == 5 else 1.0))
         host = dict(zip(HOST, (accounts.host[1, rank] * 1e3).tolist(), strict=True))
         assert host == pytest.approx({"garbage": 0, "loader": LOAD, "optimizer": OPTIMIZER, "launch": 0})
-        transfer = dict(zip(DIMENSIONS, (accounts.transfer[1, rank] * 1e3).tolist(), strict=True))
+        transfer = dict(zip(AWAITED, (accounts.transfer[1, rank] * 1e3).tolist(), strict=True))
         assert transfer == pytest.approx({"tp": 6 * MEETING, "dp": REDUCTION, "cp": 0, "pp": 0, "end": 0, "other": 0})
         waited: dict[str, float] = defaultdict(float)
         for row in own:
@@ -153,8 +153,8 @@ def test_accounts_are_what_was_played(tmp_path: Path) -> None:
             waited["dp"] += row.get("fsdp", 0) / MS
         waited["tp"] -= 6 * MEETING
         waited["dp"] -= REDUCTION
-        wait = dict(zip(DIMENSIONS, (accounts.wait[1, rank] * 1e3).tolist(), strict=True))
-        assert wait == pytest.approx(dict.fromkeys(DIMENSIONS, 0.0) | waited)
+        wait = dict(zip(AWAITED, (accounts.wait[1, rank] * 1e3).tolist(), strict=True))
+        assert wait == pytest.approx(dict.fromkeys(AWAITED, 0.0) | waited)
     np.testing.assert_allclose(accounts.step_seconds * 1e3, seconds)
 
 

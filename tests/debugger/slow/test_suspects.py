@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fourfold.debugger.reading.trace import Work
-from fourfold.debugger.slow.accounts import DIMENSIONS, HOST, Accounts
+from fourfold.debugger.slow.accounts import AWAITED, HOST, Accounts
 from fourfold.debugger.slow.suspects import (
     CLASSES,
     LEAST,
@@ -70,7 +70,7 @@ def accounts(
         work[:, :, Work.GEMM] += work[:, :, Work.ATTENTION]
         work[:, :, Work.ATTENTION] = 0
     work *= 1 + jitter * random.standard_normal(work.shape)
-    rest = np.zeros((steps, grid.size, len(DIMENSIONS)))
+    rest = np.zeros((steps, grid.size, len(AWAITED)))
     return Accounts(grid, tuple(range(10, 10 + steps)), work, host, rest, rest, **more)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fourfold.debugger.reading.trace import Work
-from fourfold.debugger.slow.accounts import DIMENSIONS, HOST, Accounts
+from fourfold.debugger.slow.accounts import AWAITED, HOST, Accounts
 from fourfold.debugger.slow.links import SlowLink
 from fourfold.debugger.slow.meetings import Unseen
 from fourfold.debugger.slow.verdict import Verdict, judge
@@ -45,11 +45,11 @@ def accounts(
     pauses = np.zeros((steps, grid.size, len(HOST)))
     for (rank, kind), seconds in (host or {}).items():
         pauses[:, rank, HOST.index(kind)] = seconds
-    transfer = np.zeros((steps, grid.size, len(DIMENSIONS)))
+    transfer = np.zeros((steps, grid.size, len(AWAITED)))
     wait = np.zeros_like(transfer)
-    wait[:, :, DIMENSIONS.index("dp")] = waits * STEP
+    wait[:, :, AWAITED.index("dp")] = waits * STEP
     left = STEP - column.sum(axis=2) - pauses.sum(axis=2) - wait.sum(axis=2)
-    wait[:, :, DIMENSIONS.index("end")] = left
+    wait[:, :, AWAITED.index("end")] = left
     return Accounts(grid, tuple(range(1, steps + 1)), column, pauses, transfer, wait)
 
 

@@ -22,7 +22,7 @@ from fourfold.layout import Grid
 _SOME = 0.05  # of the computing that peers do: with less nothing of a step was recorded
 _WHOLE = 0.9  # of the calls that peers have: with fewer a step is not whole
 Seconds = NDArray[np.float64]
-DIMENSIONS = ("tp", "cp", "pp", "dp", "end", "other")
+AWAITED = ("tp", "cp", "pp", "dp", "end", "other")
 """For whom a rank waits: dp stands for FSDP over dp x cp, end for all ranks at the end of a step."""
 _DIMENSION_OF = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "fsdp": "dp", "world": "end"}
 HOST = (*(kind.name.lower() for kind in Host), "launch")
@@ -43,9 +43,9 @@ class Accounts:
     host: Seconds = field(repr=False)
     """[steps, ranks, `HOST`]: pauses of the host."""
     transfer: Seconds = field(repr=False)
-    """[steps, ranks, `DIMENSIONS`]."""
+    """[steps, ranks, `AWAITED`]."""
     wait: Seconds = field(repr=False)
-    """[steps, ranks, `DIMENSIONS`]."""
+    """[steps, ranks, `AWAITED`]."""
     attention_known: bool = True
     """Whether attention is told from other work; else all is in GEMM."""
     incomplete: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -152,13 +152,13 @@ def account(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid, steps: t
     """Adds up what each rank did."""
     shape = (len(steps), grid.size)
     work, host = np.full((*shape, len(Work)), np.nan), np.full((*shape, len(HOST)), np.nan)
-    transfer, wait = np.full((*shape, len(DIMENSIONS)), np.nan), np.full((*shape, len(DIMENSIONS)), np.nan)
+    transfer, wait = np.full((*shape, len(AWAITED)), np.nan), np.full((*shape, len(AWAITED)), np.nan)
     processor = np.full(shape, np.nan)
     # A step that is the first of some traces only begins there with its first event: its beginning is left out of all.
     first = [one.trace.steps.number[0] for one in ranks if len(one.trace.steps.number)]
     cut_short = np.array([0 < first.count(number) < len(ranks) for number in steps])
     dimension = np.array(
-        [DIMENSIONS.index(_DIMENSION_OF.get(key[0], "other")) for key in meetings.keys] + [DIMENSIONS.index("other")]
+        [AWAITED.index(_DIMENSION_OF.get(key[0], "other")) for key in meetings.keys] + [AWAITED.index("other")]
     )
     for index, one in enumerate(ranks):
         rank = one.trace.rank
@@ -170,18 +170,13 @@ def account(ranks: Sequence[RankSteps], meetings: Meetings, grid: Grid, steps: t
                 work[j, rank] = one.busy[at[number]] / 1e9
                 host[j, rank] = transfer[j, rank] = wait[j, rank] = 0.0
                 processor[j, rank] = one.trace.processor[at[number]] / 1e9 if one.trace.processor else np.nan
-        rows = meetings.of_rank(index)
-        moved = np.zeros(len(one.trace.calls.start), dtype=np.int64)
-        dims = np.full(len(moved), DIMENSIONS.index("other"))
-        moved[meetings.call[rows]], dims[meetings.call[rows]] = meetings.transfer[rows], dimension[meetings.key[rows]]
+        turned = one.turned(meetings.per_call(index, one, meetings.transfer))
+        dims = meetings.per_call(index, one, dimension[meetings.key] + 1) - 1  # those of no meeting: the last, "other"
         pieces = one.in_calls
         kept = place[pieces.step] >= 0
-        j, call = place[pieces.step][kept], pieces.what[kept]
-        begun, ended = pieces.start[kept], pieces.end[kept]
-        # The transfer is what comes last in a call.
-        turned = np.clip(one.trace.calls.end[call] - moved[call], begun, ended)
-        np.add.at(wait[:, rank], (j, dims[call]), (turned - begun) / 1e9)
-        np.add.at(transfer[:, rank], (j, dims[call]), (ended - turned) / 1e9)
+        at = place[pieces.step][kept], dims[pieces.what][kept]
+        np.add.at(wait[:, rank], at, (turned - pieces.start)[kept] / 1e9)
+        np.add.at(transfer[:, rank], at, (pieces.end - turned)[kept] / 1e9)
         late = one.by_host
         kept = place[late.step] >= 0
         kept &= ~((late.start == one.start[late.step]) & cut_short[place[late.step]])

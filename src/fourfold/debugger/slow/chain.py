@@ -380,7 +380,7 @@ def _stretches(
     mine, host = one.in_calls.step == step, one.by_host.step == step
     call = one.in_calls.what[mine].astype(np.int64)
     start, end = one.in_calls.start[mine], one.in_calls.end[mine]
-    turned = np.clip(one.trace.calls.end[call] - moved[call], start, end)
+    turned = one.turned(moved)[mine]
     pause = one.by_host.what[host].astype(np.int64)
     pause = pause + _FIRST_PAUSE
     none = np.full(len(pause), UNKNOWN, dtype=np.int64)

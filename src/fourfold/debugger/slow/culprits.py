@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from fourfold.debugger.reading.trace import Work
-from fourfold.debugger.slow.accounts import DIMENSIONS, HOST, Accounts
+from fourfold.debugger.slow.accounts import AWAITED, HOST, Accounts
 from fourfold.debugger.slow.known import mean
 from fourfold.debugger.slow.links import SlowLink
 from fourfold.debugger.slow.suspects import CLASSES, Level, Suspects, typical
@@ -19,7 +19,7 @@ from fourfold.debugger.slow.whatif import Replay
 Kind = Literal["compute", "cpu", "link"]
 Change = Callable[[Replay], Replay]
 
-_INNER = [DIMENSIONS.index(name) for name in ("tp", "cp")]  # what ranks wait for within a computation
+_INNER = [AWAITED.index(name) for name in ("tp", "cp")]  # what ranks wait for within a computation
 _GROUP = 3  # ranks: fewer that pause alike may be chance
 _ALIKE = 0.6  # of the largest relative excess: a class of work with so much is slow as well
 
@@ -158,7 +158,7 @@ def beside_the_graph(culprit: Culprit, accounts: Accounts) -> float:
     """Seconds per step that a link costs in FSDP's collectives at the ends of a step, which replays do not have."""
     if culprit.kind != "link":
         return 0.0
-    shown = accounts.transfer[:, :, DIMENSIONS.index("dp")]
+    shown = accounts.transfer[:, :, AWAITED.index("dp")]
     usual = np.broadcast_to(typical(accounts.shaped(shown), (1, 3, 4)), accounts.shaped(shown).shape)
     more = mean(shown - usual.reshape(shown.shape), axis=0)[list(culprit.ranks)]
     return max(float(np.nan_to_num(more).min()), 0.0)

@@ -49,6 +49,11 @@ class RankSteps:
     in_calls: Pieces = field(repr=False)
     by_host: Pieces = field(repr=False)
 
+    def turned(self, moved: Times) -> Times:
+        """Of each of `in_calls`, when waiting turns into the transfer, which comes last. `moved`: ns of it, by call."""
+        pieces = self.in_calls
+        return np.clip(self.trace.calls.end[pieces.what] - moved[pieces.what], pieces.start, pieces.end)
+
 
 def cut(trace: RankTrace) -> RankSteps:
     """Cuts up the steps of one rank."""

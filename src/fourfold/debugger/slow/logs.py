@@ -14,7 +14,7 @@ import numpy as np
 
 from fourfold.debugger.reading.trace import Work
 from fourfold.debugger.runs import layout_of_run
-from fourfold.debugger.slow.accounts import DIMENSIONS, HOST, Accounts, sharing_processors
+from fourfold.debugger.slow.accounts import AWAITED, HOST, Accounts, sharing_processors
 from fourfold.debugger.slow.diagnosis import Diagnosis, some
 from fourfold.debugger.slow.places import Layout
 from fourfold.debugger.slow.verdict import judge
@@ -42,15 +42,15 @@ def accounts_of_logs(steps: Sequence[Logs], grid: Grid) -> Accounts:
     """Adds up some steps."""
     shape = (len(steps), grid.size)
     work, host = np.zeros((*shape, len(Work))), np.zeros((*shape, len(HOST)))
-    transfer, wait = np.zeros((*shape, len(DIMENSIONS))), np.zeros((*shape, len(DIMENSIONS)))
-    inner, dp = DIMENSIONS.index("tp" if grid.tp > 1 else "cp"), DIMENSIONS.index("dp")
+    transfer, wait = np.zeros((*shape, len(AWAITED))), np.zeros((*shape, len(AWAITED)))
+    inner, dp = AWAITED.index("tp" if grid.tp > 1 else "cp"), AWAITED.index("dp")
     for i, step in enumerate(steps):
         met = _transfers(step, grid)
         for rank, log in enumerate(step.ranks):
             computing, stalled = _own(log)
             work[i, rank, Work.GEMM] = computing.sum() / 1e9
             host[i, rank, HOST.index("launch")] = (stalled.sum() + log.gap.sum()) / 1e9
-            wait[i, rank, DIMENSIONS.index("pp")] = log.wait.sum() / 1e9
+            wait[i, rank, AWAITED.index("pp")] = log.wait.sum() / 1e9
             for place, column, shortest in ((inner, log.tied, met[rank][0]), (dp, log.fsdp, met[rank][1])):
                 transfer[i, rank, place] += shortest.sum() / 1e9
                 wait[i, rank, place] += (column - shortest).sum() / 1e9
@@ -59,7 +59,7 @@ def accounts_of_logs(steps: Sequence[Logs], grid: Grid) -> Accounts:
                 if extra.doing in _HOST:
                     host[i, rank, HOST.index(_HOST[extra.doing])] += own
                 if extra.doing in _MEETS:
-                    wait[i, rank, DIMENSIONS.index(_MEETS[extra.doing])] += extra.wait / 1e9
+                    wait[i, rank, AWAITED.index(_MEETS[extra.doing])] += extra.wait / 1e9
     numbers = tuple(step.step for step in steps)
     return sharing_processors(Accounts(grid, numbers, work, host, transfer, wait, attention_known=False))
 

@@ -60,6 +60,13 @@ class Meetings:
         begin, end = np.searchsorted(self.rank, (index, index + 1))
         return slice(int(begin), int(end))
 
+    def per_call(self, index: int, one: RankSteps, column: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A column for each of a rank's calls; 0 for those that are no part of any meeting."""
+        rows = self.of_rank(index)
+        out = np.zeros(len(one.trace.calls.start), dtype=np.int64)
+        out[self.call[rows]] = column[rows]
+        return out
+
 
 def in_steps(meetings: Meetings, ranks: Sequence[RankSteps], steps: Collection[int]) -> Meetings:
     """Only what happened in some steps, by the profiler's numbers."""
@@ -81,15 +88,14 @@ def exposed(meetings: Meetings, ranks: Sequence[RankSteps]) -> tuple[NDArray[np.
     """Of each row, ns of waiting and of transfer for which its rank computed nothing."""
     wait, transfer = np.zeros_like(meetings.wait), np.zeros_like(meetings.wait)
     for i, one in enumerate(ranks):
-        rows = meetings.of_rank(i)
-        place = np.full(len(one.trace.calls.start), -1)
-        place[meetings.call[rows]] = np.arange(rows.start, rows.stop)
-        pieces = one.in_calls
-        known = place[pieces.what] >= 0
-        row, begun, ended = place[pieces.what][known], pieces.start[known], pieces.end[known]
-        turned = np.clip(meetings.end[row] - meetings.transfer[row], begun, ended)
-        np.add.at(wait, row, turned - begun)
-        np.add.at(transfer, row, ended - turned)
+        rows, pieces = meetings.of_rank(i), one.in_calls
+        turned = one.turned(meetings.per_call(i, one, meetings.transfer))
+        row = np.full(len(one.trace.calls.start), UNKNOWN)
+        row[meetings.call[rows]] = np.arange(rows.start, rows.stop)
+        row = row[pieces.what]
+        known = row >= 0
+        np.add.at(wait, row[known], (turned - pieces.start)[known])
+        np.add.at(transfer, row[known], (pieces.end - turned)[known])
     return wait, transfer
 
 

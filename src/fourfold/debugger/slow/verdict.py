@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from fourfold.debugger.reading.trace import Work
-from fourfold.debugger.slow.accounts import DIMENSIONS, Accounts, Seconds
+from fourfold.debugger.slow.accounts import AWAITED, Accounts, Seconds
 from fourfold.debugger.slow.culprits import Culprit, beside_the_graph, culprits_of, mended
 from fourfold.debugger.slow.known import mean, median
 from fourfold.debugger.slow.links import SlowLink
@@ -29,7 +29,7 @@ _LONG = 0.05  # of the step: what a long stage, or ranks without a trace, must c
 _EVEN = 1.02  # times the mean attention: less is no unevenness
 _UNEVEN = 0.10  # the same of documents, which are never even
 _WAITS = 0.2  # of the step: with so much waiting for peers of which none stands out, something is wrong all the same
-_PEERS = [DIMENSIONS.index(name) for name in ("tp", "cp", "dp")]  # who do the same as a rank
+_PEERS = [AWAITED.index(name) for name in ("tp", "cp", "dp")]  # who do the same as a rank
 _BESIDE = 0.3  # of the first's excess: with less, on processors that others have as well, a second stands out by chance
 _CLEAR = 2.0  # times the threshold: who stands out by so much is named, whatever it costs now
 _AT_LEAST = 0.005  # of the step: so much a second culprit must cost, once those before it are mended

@@ -231,7 +231,7 @@ def replays_of_traces(
         steps: their numbers.
     """
     common = _common(meetings, transfer)
-    turned = [_turned(one, meetings, index, common) for index, one in enumerate(ranks)]
+    turned = [one.turned(meetings.per_call(index, one, common)) for index, one in enumerate(ranks)]
     message = _messages(meetings)
     replays = (_replay(ranks, turned, grid, step, message) for step in steps)
     return [replay for replay in replays if replay is not None]
@@ -283,16 +283,6 @@ def _common(meetings: Meetings, transfer: np.ndarray) -> np.ndarray:
     least = np.full(int(meetings.number.max(initial=-1)) + 1, np.iinfo(np.int64).max)
     np.minimum.at(least, meetings.number, transfer)
     return np.where(np.isin(meetings.kind, MESSAGES), meetings.transfer, least[meetings.number])
-
-
-def _turned(one: RankSteps, meetings: Meetings, index: int, common: np.ndarray) -> np.ndarray:
-    """Of each piece of a pause in a call, when waiting turns into transfer."""
-    calls = one.trace.calls
-    moved = np.zeros(len(calls.start), dtype=np.int64)
-    rows = meetings.of_rank(index)
-    moved[meetings.call[rows]] = common[rows]
-    pieces = one.in_calls
-    return np.clip(calls.end[pieces.what] - moved[pieces.what], pieces.start, pieces.end)
 
 
 def _computations(one: RankSteps, turned: np.ndarray, step: int) -> tuple[list[Computed], float]:

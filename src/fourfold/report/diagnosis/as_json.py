@@ -8,7 +8,7 @@ import numpy as np
 
 from fourfold.debugger.reading.trace import Work
 from fourfold.debugger.slow import Culprit, Diagnosis
-from fourfold.debugger.slow.accounts import DIMENSIONS, HOST
+from fourfold.debugger.slow.accounts import AWAITED, HOST
 from fourfold.debugger.slow.known import mean
 from fourfold.report.diagnosis.words import paragraph
 
@@ -80,8 +80,8 @@ def _rank(found: Diagnosis, rank: int) -> dict[str, Any]:
         "excess_seconds": float(suspects.per_rank[rank]),
         "work": _named([kind.name.lower() for kind in Work], accounts.work[:, rank]),
         "host": _named(HOST, accounts.host[:, rank]),
-        "transfer": _named(DIMENSIONS, accounts.transfer[:, rank]),
-        "wait": _named(DIMENSIONS, accounts.wait[:, rank]),
+        "transfer": _named(AWAITED, accounts.transfer[:, rank]),
+        "wait": _named(AWAITED, accounts.wait[:, rank]),
     }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from fourfold.debugger.reading.trace import Work
 from fourfold.debugger.slow import Culprit, Diagnosis
-from fourfold.debugger.slow.accounts import DIMENSIONS
+from fourfold.debugger.slow.accounts import AWAITED
 from fourfold.debugger.slow.chain import Chains
 from fourfold.layout import join_ranks
 from fourfold.report import drawing
@@ -145,7 +145,7 @@ def _split(found: Diagnosis, title: str, ranks: list[int]) -> drawing.Split:
         parts.append((_WORK[kind] if known else "computing", mean(accounts.work[:, :, kind]), _KEYS[kind]))
     pauses = "pauses of its host" if found.device == "gpu" else "neither computing nor waiting"
     parts.append((pauses, mean(accounts.host.sum(axis=2)), "host"))
-    for i, name in enumerate(DIMENSIONS):
+    for i, name in enumerate(AWAITED):
         words = {"end": "end of the step", "other": "other groups"}.get(name, name)
         parts.append((f"transfers, {words}", mean(accounts.transfer[:, :, i]), name))
         parts.append((f"waits, {words}", mean(accounts.wait[:, :, i]), f"{name}_wait"))

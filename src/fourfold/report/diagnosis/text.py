@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fourfold.debugger.slow import Diagnosis
-from fourfold.debugger.slow.accounts import DIMENSIONS
+from fourfold.debugger.slow.accounts import AWAITED
 from fourfold.debugger.slow.known import mean
 from fourfold.report.diagnosis.words import paragraph
 from fourfold.report.text import percent
@@ -55,9 +55,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def rank_rows(found: Diagnosis) -> list[tuple[str, ...]]:
     """The ranks with most excess: what they did, in seconds per step."""
     accounts, per_rank = found.accounts, found.suspects.per_rank
-    used = [i for i, name in enumerate(DIMENSIONS) if np.nansum(accounts.wait[:, :, i]) > 0]
+    used = [i for i, name in enumerate(AWAITED) if np.nansum(accounts.wait[:, :, i]) > 0]
     head = ("rank", "dp", "pp", "cp", "tp", "excess", "computing", "host", "transfers")
-    rows: list[tuple[str, ...]] = [(*head, *(f"waits {DIMENSIONS[i]}" for i in used))]
+    rows: list[tuple[str, ...]] = [(*head, *(f"waits {AWAITED[i]}" for i in used))]
     order = np.argsort(-np.nan_to_num(per_rank, nan=-np.inf), kind="stable")
     for rank in order[:_SHOWN].tolist():
         if np.isnan(per_rank[rank]):
