@@ -163,7 +163,8 @@ def _with_gains(
     least = _AT_LEAST * float(np.mean(accounts.step_seconds))
     for culprit in culprits:
         after = [mended(culprit, accounts)(replay) for replay in now]
-        gain = _gain(now, after) + beside_the_graph(culprit, accounts) if now else None
+        # Where a whole step is one computation, FSDP's collectives are in the replay as well: so not their sum.
+        gain = max(_gain(now, after), beside_the_graph(culprit, accounts)) if now else None
         weak = accounts.on_processor or culprit.excess < _CLEAR * suspects.threshold[culprit.ranks[0]]
         if out and gain is not None and culprit.kind != "link" and gain < least and weak:
             continue  # it stands out by little, and holds up nobody
