@@ -33,9 +33,7 @@ def benchmark_script() -> ModuleType:
 def find_links(found: Diagnosis) -> set[tuple[str, tuple[int, ...]]]:
     """All groups that are slow."""
     assert found.meetings is not None
-    links = find_slow_links(
-        found.meetings, found.layout.grid, num_steps=len(found.steps), step_seconds=0.2, on_processor=False
-    )
+    links = find_slow_links(found.meetings, found.layout.grid, num_steps=len(found.steps), step_seconds=0.2)
     return {group for link in links for group in link.groups}
 
 

@@ -75,8 +75,8 @@ def job(slowed: Callable[[Key], float] = lambda key: 1.0, *, jitter: float = 0.0
     return out
 
 
-def found(made: Iterable[Made], *, on_processor: bool = False, step_seconds: float = STEP_SECONDS) -> list[SlowLink]:
-    links = find_slow_links(meetings(made), GRID, num_steps=STEPS, step_seconds=step_seconds, on_processor=on_processor)
+def found(made: Iterable[Made], *, step_seconds: float = STEP_SECONDS) -> list[SlowLink]:
+    links = find_slow_links(meetings(made), GRID, num_steps=STEPS, step_seconds=step_seconds)
     return [*links]
 
 
@@ -175,7 +175,7 @@ def test_without_sizes_only_groups_of_one_stage_are_alike() -> None:
 def test_of_groups_that_are_guessed_nothing_is_known() -> None:
     """Who came last to a meeting that may be none?"""
     made = meetings(job(lambda key: 2.0 if key == ("tp", (4, 5)) else 1.0), guessed=True)
-    assert find_slow_links(made, GRID, num_steps=STEPS, step_seconds=STEP_SECONDS, on_processor=False) == ()
+    assert find_slow_links(made, GRID, num_steps=STEPS, step_seconds=STEP_SECONDS) == ()
 
 
 def test_where_somebody_has_no_trace_nothing_is_known() -> None:
@@ -189,8 +189,6 @@ def test_what_costs_nothing_is_not_slow() -> None:
     # 10 messages there and back that take 9 us more in 2 steps: 90 us a step.
     assert [link.ranks for link in found(made, step_seconds=0.05)] == [(0, 2)]
     assert found(made, step_seconds=1.0) == []
-    assert found(made, step_seconds=0.05, on_processor=True) == []
-    assert [link.ranks for link in found(made, step_seconds=0.0015, on_processor=True)] == [(0, 2)]
 
 
 def test_what_varies_as_much_is_not_slow() -> None:

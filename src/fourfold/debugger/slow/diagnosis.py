@@ -102,13 +102,10 @@ def judge_ranks(
     meetings = in_steps(everything, ranks, chosen)
     accounts = account(ranks, meetings, grid, chosen)
     waited, moved = exposed(meetings, ranks)
-    links = find_slow_links(
-        meetings,
-        grid,
-        num_steps=len(chosen),
-        step_seconds=float(np.mean(accounts.step_seconds)),
-        on_processor=accounts.on_processor,
-    )
+    # Where ranks compute on processors, these also carry what the ranks exchange: it takes as long as they are busy.
+    links = () if accounts.on_processor else find_slow_links(
+        meetings, grid, num_steps=len(chosen), step_seconds=float(np.mean(accounts.step_seconds))
+    )  # fmt: skip
     replays = replays_of_traces(ranks, meetings, moved, grid, some(chosen))
     shares = next((one.trace.shares for one in ranks if one.trace.shares), ())
     present = accounts.present

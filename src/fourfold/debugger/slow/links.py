@@ -22,7 +22,6 @@ from fourfold.layout import Grid
 _LONGER = 1.15  # times its peers: transfers vary more than computations
 _SPREAD = 6.0  # times the spread of groups
 _LEAST = 5e-4  # of the step: what costs less than this cannot be called slow
-_LEAST_ON_PROCESSOR = 0.02
 _CLOCK = 2_000  # ns: durations are no more exact
 _ELEMENTS = 2  # place of their number in what describes a family
 
@@ -54,13 +53,8 @@ class _Slow:
     excess: float
 
 
-def find_slow_links(
-    meetings: Meetings, grid: Grid, *, num_steps: int, step_seconds: float, on_processor: bool
-) -> tuple[SlowLink, ...]:
-    """Links that are slower than their peers, those that cost most first.
-
-    `on_processor`: the ranks' processors carry the messages, and interrupt them.
-    """
+def find_slow_links(meetings: Meetings, grid: Grid, *, num_steps: int, step_seconds: float) -> tuple[SlowLink, ...]:
+    """Links that are slower than their peers, those that cost most first."""
     found: dict[tuple[str, tuple[int, ...]], list[_Slow]] = defaultdict(list)
     for look, family in _families(meetings, grid).items():
         if len(family) == 2 and look[_ELEMENTS] < 0:
@@ -71,8 +65,7 @@ def find_slow_links(
         _Slow(dimension, members, max(s.factor for s in slows), sum(s.excess for s in slows))
         for (dimension, members), slows in found.items()
     ]
-    least = (_LEAST_ON_PROCESSOR if on_processor else _LEAST) * step_seconds
-    merged = [slow for slow in merged if slow.excess > least]
+    merged = [slow for slow in merged if slow.excess > _LEAST * step_seconds]
     merged.sort(key=lambda slow: (-slow.excess, len(slow.ranks)))
     out: list[SlowLink] = []
     while merged:

@@ -26,6 +26,7 @@ LEAST = 0.03
 """Of a rank's own time: less than this above its peers is nobody's fault. Jitter of 1 % per step stays below."""
 LEAST_ON_PROCESSOR = 0.15
 """The same of ranks that compute on processors, which are interrupted."""
+_ONE_STEP, _ONE_STEP_ON_PROCESSOR = 2, 4  # times as much for a single step, in which chance has more to say
 _BEYOND = 3.0  # standard deviations above the largest that is expected of so many ranks
 _OFTEN = 1 / 3  # of the steps must have an outlier
 _MOSTLY = 0.7  # of the steps with an outlier: so often it must be the same rank, or it rotates
@@ -130,7 +131,11 @@ def find_suspects(accounts: Accounts, shares: tuple[float, ...] = ()) -> Suspect
     usual = expected.sum(axis=2)
     total = excess.sum(axis=2)
     per_rank, ranks, threshold, rotating = _outliers(
-        total, usual, accounts.steps, LEAST_ON_PROCESSOR if accounts.on_processor else LEAST
+        total,
+        usual,
+        accounts.steps,
+        least=LEAST_ON_PROCESSOR if accounts.on_processor else LEAST,
+        times=_ONE_STEP_ON_PROCESSOR if accounts.on_processor else _ONE_STEP,
     )
     return Suspects(
         grid, excess, usual, documents, per_rank, threshold, ranks if compared else (), rotating if compared else (),
@@ -167,7 +172,7 @@ def _expected(accounts: Accounts) -> tuple[Seconds, Seconds]:
 
 
 def _outliers(
-    total: Seconds, usual: Seconds, steps: tuple[int, ...], least: float
+    total: Seconds, usual: Seconds, steps: tuple[int, ...], *, least: float, times: int
 ) -> tuple[Seconds, tuple[int, ...], Seconds, tuple[tuple[int, int], ...]]:
     """Excess of each rank, those that stand out, from where on they do, and outliers of changing ranks."""
     known = ~np.isnan(total).all(axis=0)
@@ -179,7 +184,7 @@ def _outliers(
     tops: list[tuple[int, int]] = []
     for i, number in enumerate(steps):
         row = total[i]
-        limit = np.maximum(2 * least * usual[i], _chance(row))
+        limit = np.maximum(times * least * usual[i], _chance(row))
         over = np.where(np.isnan(row), -np.inf, row - limit)
         if over.size and over.max() > 0:
             tops.append((number, int(np.argmax(over))))
