@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -259,18 +257,6 @@ def test_action_logs_are_played_again() -> None:
     assert {one.title.split(",")[0] for one in page.heat_maps} >= {"Computing", "Waiting for other ranks"}
     assert [part[0] for part in page.splits[0].parts] == ["computing"]
     assert not any(one.title.startswith("Who waits") for one in page.tables)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if chromium is None:
-        pytest.skip("there is no Chromium")
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--no-first-run"])
-        yield started
-        started.close()
 
 
 def test_a_browser_shows_what_a_rank_waits_for(browser: Any, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ class Chains:
         for index, one in enumerate(ranks):
             where = np.flatnonzero(one.trace.steps.number == step)
             if len(where):
-                lane = _Lane(one, int(where[0]), meetings, meetings.of_rank(index), last, int(clocks.offset[index]))
+                lane = _Lane(one, int(where[0]), meetings, index, last, int(clocks.offset[index]))
                 self._lanes[one.trace.rank] = lane
         self._ways: dict[tuple[int, int], Ways] = {}
         self._met: dict[tuple[int, int], list[int]] = {}
@@ -291,17 +291,17 @@ class _Lane:
         one: RankSteps,
         step: int,
         meetings: Meetings,
-        rows: slice,
+        index: int,
         last: NDArray[np.int64],
         offset: int,
     ) -> None:
-        calls = one.trace.calls
+        calls, rows = one.trace.calls, meetings.of_rank(index)
         self.rank = one.trace.rank
         self.begin, self.end = int(one.start[step]) + offset, int(one.end[step]) + offset
-        self.moved, self.awaited = np.zeros(len(calls.start), dtype=np.int64), np.full(len(calls.start), UNKNOWN)
-        key = np.full(len(calls.start), UNKNOWN)
-        chosen = meetings.call[rows]
-        self.moved[chosen], self.awaited[chosen], key[chosen] = meetings.transfer[rows], last[rows], meetings.key[rows]
+        self.moved = meetings.per_call(index, one, meetings.transfer)
+        # UNKNOWN, which is -1, for calls that are no part of any meeting.
+        self.awaited = meetings.per_call(index, one, last + 1) - 1
+        key = meetings.per_call(index, one, meetings.key + 1) - 1
         names = [*(name for name, _ in meetings.keys), "other"]
         self.dimension = [names[k] for k in key.tolist()]
         self.number, self.ends = meetings.number[rows], meetings.end[rows] + offset
