@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fourfold.model import Llama
-from fourfold.parallel.groups import Groups
+from fourfold.parallel.groups import Groups, sum_in_rank_order
 from fourfold.parallel.halves import Half, WeightHalves, run_halves
 from fourfold.parallel.torch_private import (
     LabelledAllGather,
@@ -67,7 +67,8 @@ class ShardedStage:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
             part.set_custom_all_gather(LabelledAllGather(groups.fsdp.collective))
-            part.set_custom_reduce_scatter(LabelledReduceScatter(groups.fsdp.collective))
+            add = sum_in_rank_order if groups.fsdp.ordered else None
+            part.set_custom_reduce_scatter(LabelledReduceScatter(groups.fsdp.collective, add=add))
             # FSDP2 guesses the next module of a backward from the last forwards, which here are other micro-batches'.
             part.set_modules_to_backward_prefetch([part])
         if isinstance(module, FSDPModule):

@@ -36,11 +36,15 @@ class Group:
         rank: this process's index in the group.
         ranks: the global ranks, ascending.
         device: type of device whose tensors it moves, "cpu" or "cuda".
+        ordered: whether sums that a back end could make are made here, too, in the order of ranks.
     """
 
-    def __init__(self, dimension: str, process_group: dist.ProcessGroup, recorder: Recorder, device: str) -> None:
+    def __init__(
+        self, dimension: str, process_group: dist.ProcessGroup, recorder: Recorder, device: str, *, ordered: bool
+    ) -> None:
         self.dimension = dimension
         self.device = device
+        self.ordered = ordered
         self.process_group = process_group
         self.ranks = dist.get_process_group_ranks(process_group)
         self.size = len(self.ranks)
@@ -117,11 +121,13 @@ class Group:
         """The fp32 sum of ``x`` over ranks, bitwise the same on all of them, in the dtype of ``x``."""
         if self.size == 1:
             return x
-        return _sum_in_rank_order(self.all_gather(x.unsqueeze(0))).to(x.dtype)
+        return sum_in_rank_order(self.all_gather(x.unsqueeze(0))).to(x.dtype)
 
     def total(self, values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
-        """Sums, or maxima, of a few numbers over the ranks, in fp64; in the order of the back end."""
+        """Sums, or maxima, of a few numbers over the ranks, in fp64; sums in the order of the back end, or of ranks."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if self.ordered and op == dist.ReduceOp.SUM:
+            return self.all_reduce(tensor).tolist()
         with self.named("all_reduce"):
             entry = self._line.start("all_reduce", tensor)
             work = dist.all_reduce(tensor, op, group=self.process_group, async_op=True)
@@ -159,7 +165,7 @@ class Pending:
             with self._waiting():
                 self._entry.wait(self._work)
         if self._sum_blocks:
-            return _sum_in_rank_order(self._buffer).to(self._buffer.dtype)
+            return sum_in_rank_order(self._buffer).to(self._buffer.dtype)
         return self._buffer
 
 
@@ -182,7 +188,7 @@ class Transfer:
         return completed
 
 
-def _sum_in_rank_order(blocks: Tensor) -> Tensor:
+def sum_in_rank_order(blocks: Tensor) -> Tensor:
     """[ranks, ...] -> the sum over ranks, left to right, in at least fp32; it may overwrite ``blocks``.
 
     ``torch.sum`` promises no order.
@@ -249,8 +255,13 @@ class Groups:
         return said
 
 
-def connect(grid: Grid, device_type: str) -> Groups:
-    """Makes all groups. Every rank of an initialised default group calls it, with the same grid.
+def connect(grid: Grid, device_type: str, *, ordered: bool = False) -> Groups:
+    """Makes all groups. Every rank of an initialised default group calls it, with the same arguments.
+
+    Args:
+        grid: the layout.
+        device_type: "cpu" or "cuda".
+        ordered: sums that the back end could make are made by us, too: see ``train.ordered``.
 
     Raises:
         ValueError: the default group has another size than the grid.
@@ -263,7 +274,7 @@ def connect(grid: Grid, device_type: str) -> Groups:
 
     def group(name: str, process_group: dist.ProcessGroup | int | None) -> Group:
         assert isinstance(process_group, dist.ProcessGroup)
-        return Group(name, process_group, recorder, device_type)
+        return Group(name, process_group, recorder, device_type, ordered=ordered)
 
     pp = group("pp", mesh["pp"].get_group())
     channels = open_channels(pp.ranks, pp.rank)

@@ -43,14 +43,27 @@ class LabelledAllGather(DefaultAllGather):
 
 
 class LabelledReduceScatter(DefaultReduceScatter):
-    """FSDP2's reduce-scatter under a name in traces."""
+    """FSDP2's reduce-scatter under a name in traces. ``add`` sums over the first dimension what has travelled, one
+    block per rank; None leaves that to the back end."""
 
-    def __init__(self, labelled: Callable[[str], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self, labelled: Callable[[str], AbstractContextManager[Any]], *, add: Callable[[Tensor], Tensor] | None
+    ) -> None:
         self._labelled = labelled
+        self._add = add
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work:
         with self._labelled("reduce_scatter"):
-            return super().__call__(*args, **kwargs)
+            if self._add is None:
+                return super().__call__(output_tensor, input_tensor, group, op, async_op)
+            arrived = torch.empty_like(input_tensor)
+            work = dist.all_to_all_single(arrived, input_tensor, group=group, async_op=True)
+            assert work is not None
+            work.wait()
+            output_tensor.copy_(self._add(arrived.view(group.size(), -1)))
+            return work
 
 
 def reduce_gradients(stage: nn.Module) -> None:

@@ -11,6 +11,10 @@ from typing import Literal
 import msgspec
 
 
+Recompute = Literal["none", "norms", "swiglu", "selective", "full"]
+"""What backward makes again, in a virtual stage."""
+
+
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of all sections: immutable, and an unknown key is an error."""
 
@@ -219,6 +223,16 @@ class Train(Section, frozen=True, kw_only=True):
     left out."""
     max_skipped: int = 10
     """More steps left out in a row stop the run; a resumed run counts from 0."""
+    ordered: bool = False
+    """Every sum is made in the order of ranks, whatever the back end: gathered, then added. A run repeats to the bit on
+    any machine of its kind, and `fourfold compare --reference` makes the same sums in one process."""
+    recompute: Recompute | tuple[Recompute, ...] = "none"
+    """What backward makes again instead of keeping it: "none"; "norms" (what norms give), "swiglu" (the product of the
+    gate) or "selective" (both), each a pass over memory; "full" (a whole layer, a second forward). Or a list of these,
+    one per virtual stage in the model's order."""
+    compile: bool = False
+    """torch.compile makes one kernel each of norms, rotary embedding and SwiGLU, forward and backward. It needs a C++
+    compiler on CPU, and Triton on CUDA; a bf16 run then rounds a little less often."""
     gc_every: int = 50
     """Python's garbage is collected after every so many steps, on all ranks in the same step, and at no other time."""
 

@@ -23,7 +23,7 @@ from fourfold.trainer.weights import describe_weights, initial_weights
 
 def train_rank(prepared: Prepared, weights: WeightSource, device: torch.device) -> Outcome:
     """The work of one rank whose default process group is up."""
-    groups = connect(prepared.plan.grid, device.type)
+    groups = connect(prepared.plan.grid, device.type, ordered=prepared.plan.recipe.train.ordered)
     if prepared.resumes:  # all of them come from the checkpoint: drawing a large model takes minutes
         weights = _zeros
     return train(prepared, groups=groups, weights=weights, device=device)
