@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from fourfold.debugger.numerics.fingerprints import Fingerprinter
+from fourfold.debugger.numerics.optimizer import EMBEDDING, HEAD, recipes_optimizer
 from fourfold.debugger.numerics.ordered.operations import Block, Parts, summed
 from fourfold.debugger.numerics.ordered.passes import Passes
 from fourfold.debugger.numerics.ordered.seeing import Seeing
-from fourfold.debugger.numerics.ordered.weights import EMBEDDING, HEAD, ShardedWeight, Source, cut_weights, of_rank
+from fourfold.debugger.numerics.ordered.weights import ShardedWeight, Source, cut_weights, of_rank
 from fourfold.debugger.numerics.records import RankStep
 from fourfold.layout import Kind, Schedule, shards
 from fourfold.layout.actions import ENDS
@@ -67,7 +68,13 @@ class OrderedReference:
         self.weights = cut_weights(plan, source)
         self.dtype = DTYPES[plan.recipe.train.dtype]
         self._everything = everything
-        self._optimizer = _optimizer(plan, self.weights)
+        trained = (
+            (weight.name, len(weight.shape), [shard for row in weight.shards for shard in row])
+            for stage in self.weights
+            for weight in stage
+            if weight.trained
+        )
+        self._optimizer = recipes_optimizer(plan, trained)
         self._maker = Fingerprinter()
         self._number = 0
 
@@ -245,20 +252,3 @@ class _Sums:
                 if weight.cut is None and weight.gradients is not None:
                     total = summed(weight.gradients)
                     weight.gradients = [total.clone() for _ in weight.gradients]
-
-
-def _optimizer(plan: RunPlan, weights: list[list[ShardedWeight]]) -> torch.optim.Optimizer:
-    """AdamW or SGD over all shards. Norms, embedding and tied head do not decay, unless ``decay_all`` says so."""
-    settings = plan.recipe.optimizer
-    spared = (EMBEDDING, HEAD) if plan.config.tied else (EMBEDDING,)
-    by_decay: dict[float, list[torch.nn.Parameter]] = {}
-    for stage in weights:
-        for weight in stage:
-            decays = settings.decay_all or (len(weight.shape) > 1 and weight.name not in spared)
-            if weight.trained:
-                of_weight = [shard for row in weight.shards for shard in row]
-                by_decay.setdefault(settings.weight_decay if decays else 0.0, []).extend(of_weight)
-    groups = [{"params": params, "weight_decay": decay} for decay, params in by_decay.items()]
-    if settings.name == "sgd":
-        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)

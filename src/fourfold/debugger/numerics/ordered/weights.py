@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from fourfold.debugger.numerics.optimizer import EMBEDDING, HEAD
 from fourfold.debugger.numerics.ordered.operations import Weights
 from fourfold.layout import Coordinates, Stage
 from fourfold.model import Llama
@@ -16,8 +17,6 @@ from fourfold.recipe import RunPlan, is_frozen, split_dimension
 
 Source = Callable[[str, tuple[int, ...], tuple[slice, ...]], Tensor]
 """(name, shape, slices) -> that part of a weight, float32"""
-
-EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
 
 
 @dataclass
