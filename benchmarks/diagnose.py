@@ -70,6 +70,8 @@ class Bench:
             "layout.dp": grid.dp,
             "layout.zero": 1,
             "pipeline.schedule": '"1f1b"',
+            "pipeline.virtual_stages": 1,
+            "train.recompute": '"none"',
             "pipeline.split": "[5, 3]" if grid.pp == 2 else "[3, 2, 2, 1]",  # the head is 2.4 layers
             "batch.sequences": 6 * grid.dp,
             "cluster.gpus_per_node": 4,

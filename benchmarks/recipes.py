@@ -1,8 +1,8 @@
 """Writes the recipes of Llama 3 in recipes/, as `fourfold plan --recipe-out` writes them.
 
-8B and 70B have the fastest layout that the trainer can run, which keeps all activations, and that has memory to spare.
-405B has the layout of Meta's own training, which the paper's rules give (ISCA 2025, Table 2), where that fits in what
-the trainer needs, and else the fastest as well. Each file says in its head with which command it can be made alone.
+8B and 70B have the fastest layout that the trainer can run and that has memory to spare. 405B has the layout of Meta's
+own training, which the paper's rules give (ISCA 2025, Table 2); where it does not fit in what the trainer needs, what
+goes for next to nothing is recomputed. Each file says in its head with which command it can be made alone.
 Run this after a new calibration of the planner; the old files are replaced.
 """
 
@@ -14,10 +14,12 @@ import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fourfold.planner.jobs import Recompute
 from fourfold.planner.machines.cluster import cluster
 from fourfold.planner.reasons.as_recipe import layout_for_recipe, recipe_toml, trainable
-from fourfold.planner.reasons.differences import compare_with_paper, paper_candidate
-from fourfold.planner.search.judge import Candidate
+from fourfold.planner.reasons.differences import compare_with_paper, paper_job
+from fourfold.planner.search.exact import play_exactly
+from fourfold.planner.search.judge import Candidate, candidate
 from fourfold.planner.search.paper import paper_layout
 from fourfold.planner.search.problem import Problem, parse_count
 from fourfold.planner.search.search import Plan, search
@@ -35,7 +37,7 @@ class Job:
     seq: int
     tokens: str
     rules: bool = False
-    """The layout of the paper's rules, if it fits, not the search's."""
+    """The layout of the paper's rules, if it fits as it is or with selective recomputation, not the search's."""
     tp: int | None = None
     """Hold TP to this. Across nodes it is nothing to recommend on a prediction alone."""
 
@@ -54,8 +56,13 @@ class Job:
         """The layout of the paper's rules, if it is wanted and fits."""
         if not self.rules:
             return None
-        one = paper_candidate(self.problem, paper_layout(self.problem))
-        return one if one.fits else None
+        job = paper_job(self.problem, paper_layout(self.problem))
+        for recompute in (Recompute.NONE, Recompute.SELECTIVE):
+            again = job.replace(recompute=int(recompute))
+            one = candidate(self.problem, again, play_exactly(again, self.problem.stack))
+            if one.fits:
+                return one
+        return None
 
     def plan(self) -> Plan:
         """What the trainer could run."""

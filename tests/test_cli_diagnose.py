@@ -15,6 +15,8 @@ from fourfold.cli.diagnosing import diagnose
 from fourfold.layout import Grid
 from fourfold.report.trace import TRUTH
 from tests.debugger import jobs
+from tests.debugger.memory.allocator import Allocator
+from tests.debugger.memory.test_verdict import job
 from tests.debugger.slow.test_logs import Run
 from tests.debugger.tables import made
 
@@ -352,3 +354,108 @@ class TestRefused:
         assert diagnose(traces, merged=tmp_path / "all.json") == 2
         assert refused(capsys) == f"{tmp_path}/all.json: No space left on device"
         assert sorted(path.name for path in tmp_path.iterdir()) == ["traces"]
+
+
+class TestMemory:
+    """What stands in the answer is checked in tests/debugger/memory; here how it is said."""
+
+    @pytest.fixture
+    def snapshots(self, tmp_path: Path) -> Path:
+        """Eight ranks, of which rank 6 has a cache that the others have not."""
+        (tmp_path / "memory").mkdir()
+        job(tmp_path / "memory", more={6: 9})
+        return tmp_path / "memory"
+
+    def test_text(self, snapshots: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert diagnose(snapshots, layout="tp=2,pp=2,dp=2") == 0
+        text = printed(capsys)
+        assert text.startswith(
+            "Rank 6 holds more than the other ranks of pipeline rank 1: 40.0 MiB at its peak, 9.00 MiB more than they, "
+            "9.00 MiB of it for b/job/cache.py:2 g."
+        )
+        assert re.search(r"\n  6 +cuda:0 +40.0 MiB +40.0 MiB +40.0 MiB ", text)
+        assert re.search(r"\n  b/job/work.py:1 f +30.0 MiB +1 +- +-\n", text)
+
+    def test_out_of_memory(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        allocator = Allocator()
+        allocator.record()
+        allocator.annotate("START", "ProfilerStep#3")
+        allocator.annotate("START", "ff:pp:F:group=0:stage=1:mb=2:seq=9")
+        blocks = [allocator.alloc(4 << 20, "/a/b/job/work.py:1:f") for _ in range(8)]
+        for address in blocks[::2]:
+            allocator.free(address)
+        allocator.fail(6 << 20, 1 << 20, "/a/b/job/big.py:5:g")
+        assert diagnose(allocator.write(tmp_path / "memory-00004.pickle")) == 0
+        first = printed(capsys).splitlines()[0]
+        assert first == (
+            "Rank 4 ran out of memory in step 3 at F of stage 1: b/job/big.py:5 g asked for 6.00 MiB, and cuda:0 had "
+            "1.00 MiB left. The allocator held 32.0 MiB of it, 16.0 MiB of that in use: most for b/job/work.py:1 f "
+            "(16.0 MiB). Its free 16.0 MiB would have been enough, but the largest piece was 4.00 MiB: memory is fragmented. Set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+        )
+
+    def test_leak(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        allocator = Allocator()
+        allocator.record()
+        for step in range(1, 5):
+            allocator.annotate("START", f"ProfilerStep#{step}")
+            allocator.alloc(2 << 20, "/a/b/job/leak.py:7:keep")
+            allocator.annotate("END", f"ProfilerStep#{step}")
+        assert diagnose(allocator.write(tmp_path / "memory-00000.pickle")) == 0
+        text = printed(capsys)
+        assert text.startswith(
+            "Rank 0 leaks: at the end of every step from 1 to 4 it holds 2.00 MiB more than at the end of the one "
+            "before. What stays is that of b/job/leak.py:7 keep (2.00 MiB)."
+        )
+        assert re.search(r"\n  4     8.00 MiB +2.00 MiB\n?", text)
+
+    def test_json_has_the_documented_keys(self, snapshots: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert diagnose(snapshots, layout="tp=2,pp=2,dp=2", as_json=True) == 0
+        found = loaded(printed(capsys))
+        assert set(found) <= documented("Of memory, from snapshots:")
+        assert (found["format"], found["verdict"], found["rank"]) == (1, "memory: uneven", 6)
+        known = documented("A device:\n")
+        for device in found["devices"]:
+            assert set(device) <= known | {"rank", "device"}
+            assert {
+                "bytes",
+                "waiting_bytes",
+                "reserved_bytes",
+                "step",
+                "seconds",
+                "doing",
+                "by_place",
+                "by_doing",
+            } == set(device["peak"])
+        assert found["uneven"][0]["more_bytes"] == 9 << 20
+
+    def test_page(self, snapshots: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        page = tmp_path / "memory.html"
+        assert diagnose(snapshots, layout="tp=2,pp=2,dp=2", html=page) == 0
+        assert f"page: {page}" in printed(capsys)
+        text = page.read_text(encoding="utf-8")
+        assert "Rank 6 holds more than the other ranks" in text
+        assert "Peak of memory" in text
+
+    def test_beside_traces(self, traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """The answer is who is slow; memory is a paragraph, a key and a table more."""
+        job(traces, more={6: 9})
+        page = tmp_path / "slow.html"
+        assert diagnose(traces, html=page) == 0
+        text = printed(capsys)
+        assert text.startswith("Rank 5 (dp 1, pp 0, cp 0, tp 1) holds up the others")
+        assert "\n\nRank 6 holds more than the other ranks of pipeline rank 1" in text
+        assert "Rank 6 holds more" in page.read_text(encoding="utf-8")
+        assert diagnose(traces, as_json=True) == 0
+        found = loaded(printed(capsys))
+        assert (found["verdict"], found["memory"]["trouble"], found["memory"]["rank"]) == ("slow rank", "uneven", 6)
+
+    def test_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "memory-00000.pickle").write_bytes(b"\x80\x04hello")
+        assert diagnose(tmp_path) == 2
+        assert "memory-00000.pickle is damaged" in refused(capsys)
+        file = job(tmp_path)[0]
+        assert diagnose(file, merged=tmp_path / "merged.json") == 2
+        assert refused(capsys) == "--merged: needs profiler traces"
+        assert diagnose(file, steps="3") == 2
+        assert "nothing of steps 3 to 3 is in it" in refused(capsys)

@@ -155,13 +155,13 @@ def test_varlen_kernel_has_the_arguments_we_give() -> None:
     """Only its fake implementation can be called without a GPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from fourfold.model.attention import _varlen
+    from fourfold.model.attention import varlen
 
     index = RunIndex((Run(0, 3, 0, 3), Run(3, 2, 0, 5)), torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True):
         q = torch.empty(5, 4, 16, dtype=torch.bfloat16, requires_grad=True)
         k, v = (torch.empty(5, 2, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-        out = _varlen(q, k, v, index)
+        out = varlen(q, k, v, index)
         assert out.shape == (5, 4, 16)
         gradients = torch.autograd.grad(out.sum(), (q, k, v))
     assert [tuple(g.shape) for g in gradients] == [(5, 4, 16), (5, 2, 16), (5, 2, 16)]

@@ -58,6 +58,8 @@ class Case:
     clip: float = 0.0
     clip_type: float = 2.0
     z_loss: float = 0.0
+    recompute: Any = "none"
+    compile: bool = False
 
     @property
     def name(self) -> str:
@@ -86,7 +88,8 @@ class Case:
                         self.split, **({"nc": self.nc} if self.nc else {}),
                     },
                     "batch": {"sequences": self.nmb * self.dp * self.micro_batch, "seq_len": 64},
-                    "train": {"freeze": list(self.freeze), "dtype": self.dtype, "seed": SEED, "z_loss": self.z_loss},
+                    "train": {"freeze": list(self.freeze), "dtype": self.dtype, "seed": SEED, "z_loss": self.z_loss,
+                    "recompute": self.recompute, "compile": self.compile},
                     "optimizer": {"name": "sgd", "lr": LR, "weight_decay": 0.0},
                 }
             )

@@ -43,8 +43,7 @@ def test_a_layer_keeps_what_the_inventory_says() -> None:
     config = few.plan().config
     tokens, tp = 64, 2
     values = 4 * tokens * config.dim  # inputs and outputs of two norms
-    # q, k, v and attention output. The CPU kernel keeps k and v once per query head; a GPU kernel, per KV head.
-    values += 4 * tokens * config.head_dim * config.num_heads
+    values += 2 * tokens * config.head_dim * (config.num_heads + config.num_kv_heads)  # q, attention output, k, v
     values += tokens * config.num_heads  # log-sum-exp of the attention
     values += 3 * tokens * config.ffn_dim  # gate, up, product
     values += 2 * tokens  # what the norms keep per token

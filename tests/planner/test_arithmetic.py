@@ -107,10 +107,11 @@ class TestOnOneTensorRank:
         assert held == whole + (tp - 1) * (norms + kv)
 
     def test_a_tied_model_holds_both_ends(self) -> None:
+        """Also where they are in one process: the trainer makes a copy there, too."""
         config = preset("tiny").replace(tied=True)
-        together = count_stages(config, partition(8, pp=1), tp=1, num_shards=1)
-        apart = count_stages(config, partition(8, pp=2), tp=1, num_shards=1)
-        assert sum(c.held for c in apart) - sum(c.held for c in together) == 272 * 64
+        for pp in (1, 2):
+            held = sum(count.held for count in count_stages(config, partition(8, pp=pp), tp=1, num_shards=1))
+            assert held == count_parameters(config).total + (272 - config.vocab_size) * 64 + 272 * 64
 
     def test_shards_round_up_by_rows(self) -> None:
         """8 norms' worth by hand: on 5 ranks a norm of 64 gives 13 at most, wq (64 x 64) 13 rows."""
@@ -189,7 +190,7 @@ class TestBytes:
     def test_bytes_per_parameter(self, zero: int) -> None:
         """algorithms.md 3.1, bf16: 6 + 12/F for ZeRO-1; what ZeRO-2 and 3 keep whole is one stage's."""
         n, shards = 1_000_000, 8
-        counts = [StageCount(held=n, trained=n, held_shard=n // shards, trained_shard=n // shards)] * 4
+        counts = [StageCount(held=n, gathered=n, trained=n, held_shard=n // shards, trained_shard=n // shards)] * 4
         schedule = generate(pp=2, v=2, num_micro_batches=8, kind="interleaved", zero=zero)
         held = rank_bytes(0, schedule=schedule, counts=counts, dtype="bfloat16", num_moments=2)
         mine = 2 * n

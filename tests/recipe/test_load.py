@@ -96,7 +96,10 @@ class TestRefusals:
                 "pipeline.virtual_stage: unknown key; did you mean pipeline.virtual_stages?",
             ),
             ({"layuot": {"tp": 2}}, "layuot: unknown key; did you mean layout?"),
-            ({"optimizer": {"steps": 2}}, "optimizer.steps: unknown key; did you mean train.steps or profile.steps?"),
+            (
+                {"optimizer": {"steps": 2}},
+                "optimizer.steps: unknown key; did you mean train.steps or profile.steps or numerics.steps?",
+            ),
             ({"batch": {"gpus_per_node": 2}}, "batch.gpus_per_node: unknown key; did you mean cluster.gpus_per_node?"),
             ({"tp": 2}, "tp: unknown key; did you mean layout.tp?"),
             ({"layout": {"qqqqqq": 2}}, "layout.qqqqqq: unknown key"),

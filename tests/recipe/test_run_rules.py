@@ -91,6 +91,10 @@ ILLEGAL: list[tuple[Table, list[str]]] = [
     ({"timeouts": {"step_factor": 0.5}}, ["timeouts.step_factor = 0.5: must be greater than 1, or 0 for never"]),
     ({"profile": {"steps": "x"}}, ['profile.steps = "x": must be a step or a range of steps, as in 3-5']),
     ({"profile": {"steps": "3-5,9"}}, ['profile.steps = "3-5,9": must be a step or a range of steps']),
+    (
+        {"profile": {"memory": True}},
+        ["profile.memory = true: means nothing without profile.steps; nearest legal: false"],
+    ),
     ({"profile": {"steps": "5-3"}}, ['profile.steps = "5-3": must be a step or a range of steps, as in 3-5, or empty']),
     (
         {"profile": {"steps": "0-3"}},
@@ -114,6 +118,34 @@ ILLEGAL: list[tuple[Table, list[str]]] = [
     ),
     ({"profile": {"steps": "3", "ranks": "0-99999999999"}}, ['profile.ranks = "0-99999999999": must be ranks below']),
     ({"profile": {"steps": "3", "ranks": "1,,2"}}, ['profile.ranks = "1,,2": must be ranks below']),
+    (
+        {"numerics": {"steps": "3-1"}},
+        [
+            'numerics.steps = "3-1": must be steps and ranges of them, as in 1-3,100, or empty for none: 3-1 runs '
+            "backwards; 1-3 is meant"
+        ],
+    ),
+    ({"numerics": {"steps": "1,"}}, ['numerics.steps = "1,": must be steps and ranges of them']),
+    (
+        {"numerics": {"steps": "1-5,0"}},
+        ['numerics.steps = "1-5,0": must be steps from 1 to train.steps = 100; nearest legal: "1-100"'],
+    ),
+    ({"numerics": {"steps": "3,9-99999999999"}}, ['numerics.steps = "3,9-99999999999": must be steps from 1 to']),
+    (
+        {"numerics": {"tensors": "all", "keep": ["norm"]}},
+        [
+            'numerics.tensors = "all": means nothing without numerics.steps; nearest legal: "weights"',
+            'numerics.keep = ["norm"]: means nothing without numerics.steps; nearest legal: []',
+        ],
+    ),
+    (
+        {"numerics": {"steps": "1", "keep": ["layers.0.attention.wz", "cross_entropy"]}},
+        [
+            'numerics.keep = "layers.0.attention.wz": matches nothing that is recorded; nearest legal: '
+            '"layers.0.attention.w',
+            'numerics.keep = "cross_entropy": is recorded with numerics.tensors = "all" only',
+        ],
+    ),
 ]
 
 
@@ -172,6 +204,26 @@ class TestProfile:
         file = tmp_path / "run.toml"
         file.write_text(to_toml(recipe))
         assert load(file) == recipe
+
+
+class TestNumerics:
+    """[numerics]: which steps, and what is kept whole."""
+
+    @pytest.mark.parametrize(
+        ("steps", "wanted"), [("", []), ("7", [7]), ("1-3,100", [1, 2, 3, 100]), ("4, 2-4", [2, 3, 4])]
+    )
+    def test_steps(self, steps: str, wanted: list[int]) -> None:
+        assert sorted(check(from_table({**TWO_GROUPS, "numerics": {"steps": steps}})).recorded_steps) == wanted
+
+    @pytest.mark.parametrize(
+        ("tensors", "keep"),
+        [
+            ("weights", ["layers.0", "norm.weight", "tok_embeddings"]),
+            ("all", ["layers.0.attention.attend", "layers.1.feed_forward.swiglu", "cross_entropy", "output"]),
+        ],
+    )
+    def test_what_is_kept(self, tensors: str, keep: list[str]) -> None:
+        check(from_table({**TWO_GROUPS, "numerics": {"steps": "1", "tensors": tensors, "keep": keep}}))
 
 
 class TestPhases:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import json
 import math
 import socket
@@ -14,10 +15,14 @@ import numpy as np
 import pytest
 import torch
 
+from fourfold.debugger.memory import has_memory
+from fourfold.debugger.memory.peaks import summarise
+from fourfold.debugger.memory.traces import read_trace
 from fourfold.layout import Doing, Label, parse_label
 from fourfold.parallel import connect
 from fourfold.recipe import RunPlan, check, from_table, load
 from fourfold.simulator.replay import read_action_logs
+from fourfold.trainer.prepare import has_snapshots
 from fourfold.trainer.profiling import Profiling, shares
 from fourfold.trainer.ranks import fork_ranks
 from tests.trainer.runs import train, write_recipe
@@ -210,3 +215,109 @@ def test_a_run_that_ends_inside_of_the_range(tmp_path: Path, *, fails: bool) -> 
     if not fails:
         marks = [name for name, _, _ in ranges(read(tmp_path / "profile" / "rank-00000.json.gz"))]
         assert [name for name in marks if name.startswith("Prof")] == ["ProfilerStep#2", "ProfilerStep#3"]
+
+
+def test_memory_on_a_cpu(tmp_path: Path) -> None:
+    """Of one rank, without threads of others: what is read back is what PyTorch counted after every event."""
+    write_recipe(tmp_path)
+    done = train(tmp_path, "train.steps=4", 'profile.steps="2-4"', "profile.memory=true", "data.prefetch=0")
+    assert done.code == 0, done.err
+    assert "Profiler, with memory: 3 steps from 2 on, on 1 ranks, to profile/" in done.out
+    path = tmp_path / "runs" / "tiny" / "profile" / "rank-00000.json.gz"
+    assert [path] == [*path.parent.iterdir()]
+    assert has_memory(path)
+    events = [event for event in read(path)["traceEvents"] if event["name"] == "[memory]"]
+    totals = [event["args"]["Total Allocated"] for event in sorted(events, key=lambda event: event["ts"])]
+    (history,) = read_trace(path)
+    assert history.live()[1:].tolist() == totals
+    found = summarise(history)
+    assert found.peak.bytes == max(totals)
+    assert found.growth.steps == (2, 3, 4)
+    assert found.growth.leaks == 0
+    assert {one.what for one in found.peak.by_doing} >= {"F of stage 0"}
+
+
+class Recorded:
+    """Stands for PyTorch's two functions on a machine without a GPU. It takes what they take, and nothing else."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, full: bool = False) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self._signatures = {
+            name: inspect.signature(getattr(torch.cuda.memory, name))
+            for name in ("_record_memory_history", "_dump_snapshot")
+        }
+        self._full = full
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self._record)
+        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", self._dump)
+
+    def _record(self, *args: Any, **options: Any) -> None:
+        self.calls.append(self._signatures["_record_memory_history"].bind(*args, **options).arguments)
+
+    def _dump(self, *args: Any, **options: Any) -> None:
+        file = self._signatures["_dump_snapshot"].bind(*args, **options).arguments["filename"]
+        Path(file).write_bytes(b"half of it")
+        if self._full:
+            raise OSError(28, "No space left on device")
+        self.calls.append({"file": Path(file).name})
+
+
+def profiled(folder: Path, error: BaseException | None = None) -> None:
+    """Two steps on one rank with a GPU, so far as profiling knows; an error in the second, if there is one."""
+    plan = check(from_table({"profile": {"steps": "1-2", "memory": True}}))
+    groups = connect(plan.grid, "cpu")
+    with Profiling(plan, folder, groups, torch.device("cuda"), after_step=0) as profiling:
+        for step in (1, 2):
+            profiling.step_begins(step)
+            if error is not None and step == 2:
+                raise error
+            profiling.step_ended(step)
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_memory_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+
+    def work(rank: int) -> tuple[list[dict[str, Any]], list[str]]:
+        profiled(tmp_path)
+        return recorded.calls, sorted(path.name for path in (tmp_path / "profile").iterdir())
+
+    ((calls, files),) = fork_ranks(1, work, timeout=60)
+    begun, dumped, ended = calls
+    assert begun["global_record_annotations"] is True  # by which a reader knows steps and actions
+    assert begun["clear_history"] is True
+    assert dumped == {"file": "memory-00000.pickle.partial"}
+    assert ended == {"enabled": None}
+    assert files == ["memory-00000.pickle", "rank-00000.json.gz"]
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize(
+    ("error", "files"), [(torch.OutOfMemoryError("no"), ["memory-00000.pickle"]), (ValueError(), [])]
+)
+def test_memory_of_a_run_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, files: list[str]
+) -> None:
+    """What filled it is written of one that had too little of it, and nothing of any other."""
+    Recorded(monkeypatch)
+
+    def work(rank: int) -> list[str]:
+        with pytest.raises(type(error)):
+            profiled(tmp_path, error)
+        return [path.name for path in (tmp_path / "profile").iterdir()]
+
+    assert fork_ranks(1, work, timeout=60) == [files]
+    assert has_snapshots(tmp_path) == bool(files)
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_a_full_disk_leaves_no_half_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recorded = Recorded(monkeypatch, full=True)
+
+    def work(rank: int) -> tuple[list[str], dict[str, Any]]:
+        profiled(tmp_path)
+        return [path.name for path in (tmp_path / "profile").iterdir()], recorded.calls[-1]
+
+    assert fork_ranks(1, work, timeout=60) == [(["rank-00000.json.gz"], {"enabled": None})]
+    assert "rank 0: its memory snapshot could not be written: [Errno 28]" in capfd.readouterr().out

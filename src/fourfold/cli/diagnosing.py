@@ -1,4 +1,4 @@
-"""The verb that finds what is slow, or stuck: diagnose. It needs no torch."""
+"""The verb that finds what is slow, stuck, or fills the memory: diagnose. It needs no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def diagnose(
     keep: Flag = False,
     workers: int | None = None,
 ) -> int:
-    """Find the rank, host or link that holds up the others, or the rank that a hung run waits for.
+    """Find the rank, host or link that holds up the others, the rank that a hung run waits for, or what fills memory.
 
     An example:
 
@@ -43,8 +43,8 @@ def diagnose(
     Parameters
     ----------
     path
-        Folder of a run, of profiler traces (.json, .json.gz, one per rank), of action logs or of flight-recorder dumps;
-        one trace or dump; or a table of operations (.parquet).
+        Folder of a run, of profiler traces (.json, .json.gz, one per rank), of action logs, of flight-recorder dumps or
+        of memory snapshots (.pickle); one trace, dump or snapshot; or a table of operations (.parquet).
     layout
         Sizes of the dimensions, tp=2,cp=2,pp=2,dp=2, where the files do not tell.
     steps

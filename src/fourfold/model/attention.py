@@ -17,11 +17,16 @@ from fourfold.layout import Run
 from fourfold.model.batch import Batch, RunIndex, see_only_themselves
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+Kernel = Callable[[Tensor, Tensor, Tensor, RunIndex], Tensor]
+"""(q, k, v, runs) -> [queries, H, d]; as :func:`attention`, of queries that all see something."""
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, *, kernel: Kernel | None = None) -> Tensor:
     """softmax(q k^T / sqrt(d)) v for every run of the batch; zero for queries that are padding.
 
     q: [n, H, d], the queries of this rank in local order. k, v: [N, KV, d], the tokens of the whole micro-batch in
     global order (N = n without context parallelism); query head h reads key head h // (H / KV). Returns [n, H, d].
+    kernel: default the one for q's device and dtype.
 
     q, k and v are in the autograd graph of the result even if there is no run: their gradients come from collectives
     that every rank must take part in.
@@ -31,13 +36,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         return q.new_zeros(q.shape) + (q[:0].sum() + k[:0].sum() + v[:0].sum())
     num_queries = runs[-1].query_start + runs[-1].query_length
     queries = q[:num_queries]
-    if not q.is_cuda:
+    if kernel is not None:
+        out = kernel(queries, k, v, batch.run_index)
+    elif not q.is_cuda:
         out = _sdpa(queries, k, v, runs)
     elif q.dtype in (torch.bfloat16, torch.float16):
-        out = _varlen(queries, k, v, batch.run_index)
+        out = varlen(queries, k, v, batch.run_index)
     else:
         out = _flex(queries, k, v, batch.run_index, kernel=_compiled_flex_attention())
-    return F.pad(out, (0, 0, 0, 0, 0, q.shape[0] - num_queries))
+    # Padded by nothing it would be a copy, and both be kept for backward.
+    return F.pad(out, (0, 0, 0, 0, 0, q.shape[0] - num_queries)) if num_queries < q.shape[0] else out
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, runs: Sequence[Run]) -> Tensor:
@@ -65,7 +73,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, runs: Sequence[Run]) -> Tensor:
         )
         for i, part in zip(members, out.transpose(1, 2).unbind(), strict=True):
             results[i] = part
-    return torch.cat(results)
+    return torch.cat(results) if len(results) > 1 else results[0]
 
 
 def _parts(x: Tensor, runs: Sequence[Run]) -> Sequence[Tensor]:
@@ -88,7 +96,7 @@ def _bottom_right(query_length: int, key_length: int, device: torch.device) -> T
     return torch.ones(query_length, key_length, dtype=torch.bool, device=device).tril(key_length - query_length)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, index: RunIndex) -> Tensor:
+def varlen(q: Tensor, k: Tensor, v: Tensor, index: RunIndex) -> Tensor:
     """CUDA, bf16 and fp16: the FlashAttention kernel for sequences of different lengths; its causal mask is aligned
     bottom-right."""
     from torch.nn.attention.varlen import varlen_attn  # registers CUDA operators: only where they are wanted

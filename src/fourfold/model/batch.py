@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,20 +117,24 @@ class RunIndex:
 
     def __init__(self, runs: Sequence[Run], device: torch.device) -> None:
         columns = [(run.query_length, run.key_start, run.key_length) for run in runs]
-        query_lengths, key_starts, key_lengths = torch.tensor(columns, dtype=torch.int64).reshape(-1, 3).unbind(1)
+        # NumPy's integers: that lengths are read off them must not depend on what the tensors hold.
+        query_lengths, key_starts, key_lengths = np.array(columns, dtype=np.int64).reshape(-1, 3).T
         query_offsets, key_offsets = _offsets(query_lengths), _offsets(key_lengths)
         num_queries, num_keys = int(query_offsets[-1]), int(key_offsets[-1])
-        keys = torch.arange(num_keys) + (key_starts - key_offsets[:-1]).repeat_interleave(key_lengths)
-        ends = (key_starts + key_lengths).repeat_interleave(query_lengths)
-        left_in_run = query_offsets[1:].repeat_interleave(query_lengths) - torch.arange(num_queries)
+        keys = np.arange(num_keys) + (key_starts - key_offsets[:-1]).repeat(key_lengths)
+        ends = (key_starts + key_lengths).repeat(query_lengths)
+        left_in_run = query_offsets[1:].repeat(query_lengths) - np.arange(num_queries)
 
-        self.keys = None if see_only_themselves(runs) else keys.to(device)
-        self.query_offsets = query_offsets.to(device, torch.int32)
-        self.key_offsets = key_offsets.to(device, torch.int32)
+        def on_device(values: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.from_numpy(values).to(device, dtype)
+
+        self.keys = None if see_only_themselves(runs) else on_device(keys)
+        self.query_offsets = on_device(query_offsets, torch.int32)
+        self.key_offsets = on_device(key_offsets, torch.int32)
         self.longest_query = max((run.query_length for run in runs), default=0)
         self.longest_key = max((run.key_length for run in runs), default=0)
-        self.first_key = key_starts.repeat_interleave(query_lengths).to(device)
-        self.last_key = (ends - left_in_run).to(device)
+        self.first_key = on_device(key_starts.repeat(query_lengths))
+        self.last_key = on_device(ends - left_in_run)
 
 
 def see_only_themselves(runs: Sequence[Run]) -> bool:
@@ -137,5 +142,5 @@ def see_only_themselves(runs: Sequence[Run]) -> bool:
     return all(run.key_start == run.query_start and run.key_length == run.query_length for run in runs)
 
 
-def _offsets(lengths: Tensor) -> Tensor:
-    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate(([0], lengths.cumsum()))

@@ -36,6 +36,8 @@ class Ops:
     """(x [n, D], weight [D], eps) -> RMSNorm of x, dtype of x"""
     project: Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
     """(x [n, D], weights [out, D]) -> x @ w.T for each: into heads, into the feed-forward width, into the vocabulary"""
+    rotate: Callable[[Tensor, Tensor, Rope], tuple[Tensor, Tensor]]
+    """(q [n, H, d], k [n, KV, d], rope) -> both after rotary embedding"""
     swiglu: Callable[[Tensor, Tensor], Tensor]
     """(a, b) -> silu(a) * b"""
     attend: Callable[[Tensor, Tensor, Tensor, Batch], Tensor]
@@ -62,6 +64,10 @@ def _project(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(F.linear(x, weight) for weight in weights)
 
 
+def _rotate(q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    return rope.rotate(q), rope.rotate(k)
+
+
 def _swiglu(a: Tensor, b: Tensor) -> Tensor:
     return F.silu(a) * b
 
@@ -80,6 +86,7 @@ PLAIN = Ops(
     embed=_embed,
     norm=_norm,
     project=_project,
+    rotate=_rotate,
     swiglu=_swiglu,
     attend=attention,
     combine=_combine,
@@ -141,7 +148,8 @@ class Attention(nn.Module):
         projected = self.ops.project(x, (self.wq.weight, self.wk.weight, self.wv.weight))
         # How many heads there are is read off the tensors: a sharded run has a part of them.
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
-        attended = self.ops.attend(rope.rotate(q), rope.rotate(k), v, batch)
+        q, k = self.ops.rotate(q, k, rope)
+        attended = self.ops.attend(q, k, v, batch)
         return self.ops.combine(attended.flatten(-2), self.wo.weight)
 
 

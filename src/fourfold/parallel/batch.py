@@ -16,9 +16,11 @@ class LocalBatch(Batch):
 
     num_tokens: m, the tokens of this rank with padding, the same on all CP ranks and a multiple of tp.
     key_order: int64 [N], where token i of the whole micro-batch lies in the tokens of all CP ranks, end to end.
+    index: int64 [m] on the CPU, which tokens of the whole micro-batch these are; -1 = padding.
     """
 
     key_order: Tensor
+    index: Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -48,4 +50,5 @@ class LocalBatch(Batch):
             tokens=part.tokens, labels=part.labels, positions=part.positions, documents=part.documents, runs=part.runs
         )
         local.key_order = key_order.to(device)
+        local.index = torch.from_numpy(cut[cp_rank].index)
         return local

@@ -255,13 +255,14 @@ class Groups:
         return said
 
 
-def connect(grid: Grid, device_type: str, *, ordered: bool = False) -> Groups:
+def connect(grid: Grid, device_type: str, *, ordered: bool = False, recorder: Recorder | None = None) -> Groups:
     """Makes all groups. Every rank of an initialised default group calls it, with the same arguments.
 
     Args:
         grid: the layout.
         device_type: "cpu" or "cuda".
         ordered: sums that the back end could make are made by us, too: see ``train.ordered``.
+        recorder: of what the rank does; default: a new one.
 
     Raises:
         ValueError: the default group has another size than the grid.
@@ -270,7 +271,7 @@ def connect(grid: Grid, device_type: str, *, ordered: bool = False) -> Groups:
         raise ValueError(f"{dist.get_world_size()} processes were started, but tp x cp x pp x dp = {grid.size}")
     mesh = init_device_mesh(device_type, (grid.dp, grid.pp, grid.cp, grid.tp), mesh_dim_names=("dp", "pp", "cp", "tp"))
     fsdp_mesh = flatten_mesh(mesh["dp", "cp"], "fsdp")
-    recorder = Recorder(cuda_marker if device_type == "cuda" else None)
+    recorder = recorder or Recorder(cuda_marker if device_type == "cuda" else None)
 
     def group(name: str, process_group: dist.ProcessGroup | int | None) -> Group:
         assert isinstance(process_group, dist.ProcessGroup)

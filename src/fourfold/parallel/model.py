@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,16 @@ class StepTotals:
     log: tuple[LoggedAction, ...]
 
 
+class Witness(Protocol):
+    """Who is told of the forward-backward passes of this rank."""
+
+    def begins(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> None:
+        """Before one: the whole micro-batches of the data-parallel group, and this rank's share of each."""
+
+    def ended(self, totals: StepTotals) -> None:
+        """After one. Its gradients are finished, and nobody has changed them."""
+
+
 class ParallelModel:
     """A model laid over the ranks as ``plan`` says. Every rank makes one, and calls the same methods in the same order.
 
@@ -59,6 +71,7 @@ class ParallelModel:
         self.stages = build_stages(plan, groups, weights=weights, dtype=dtype, device=device)
         self.pipeline = Pipeline(self.stages, groups, width=plan.config.dim, dtype=dtype)
         self._forward_schedules: dict[int, Schedule] = {}
+        self._witnesses: list[Witness] = []
         weights_here = trained_weights(self.stages, groups, tied=plan.config.tied)
         self.gradients = Gradients(weights_here, groups, tied=plan.config.tied)
 
@@ -72,13 +85,26 @@ class ParallelModel:
             schedule: default that of the plan's first phase.
         """
         valid_tokens = self._count_valid(micro_batches)
-        result = self.pipeline.step(
-            schedule or self.plan.schedule, self._local(micro_batches), gradient_scale=1.0 / max(valid_tokens, 1)
-        )
+        batches = self._local(micro_batches)
+        for witness in self._witnesses:
+            witness.begins(micro_batches, batches)
+        result = self.pipeline.step(schedule or self.plan.schedule, batches, gradient_scale=1.0 / max(valid_tokens, 1))
         with self.groups.recorder.doing(Doing.SUM):
             self.gradients.finish()
             loss = self._total_loss([result])
-        return StepTotals(loss / max(valid_tokens, 1), valid_tokens, result.log)
+        totals = StepTotals(loss / max(valid_tokens, 1), valid_tokens, result.log)
+        for witness in self._witnesses:
+            witness.ended(totals)
+        return totals
+
+    @contextmanager
+    def witnessed(self, witness: Witness) -> Generator[None]:
+        """While it is open, a witness is told of every :meth:`forward_backward`; of validation nobody is told."""
+        self._witnesses.append(witness)
+        try:
+            yield
+        finally:
+            self._witnesses.remove(witness)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> StepTotals:
         """The loss alone, of any number of micro-batches, as long as all data-parallel groups have as many.

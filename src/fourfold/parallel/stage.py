@@ -11,9 +11,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fourfold.layout import Stage
 from fourfold.model import Llama, Ops
 from fourfold.model.llama import Weight
+from fourfold.parallel.arithmetic import arithmetic
 from fourfold.parallel.data import ShardedStage
 from fourfold.parallel.groups import Groups
 from fourfold.parallel.halves import WeightHalves
+from fourfold.parallel.recompute import Policy
 from fourfold.parallel.tensor import sharded_ops
 from fourfold.recipe import RunPlan, is_frozen, split_dimension
 
@@ -27,19 +29,16 @@ def build_stages(
     plan: RunPlan, groups: Groups, *, weights: WeightSource, dtype: torch.dtype, device: torch.device
 ) -> dict[int, ShardedStage]:
     """This rank's virtual stages by global index, with weights from ``weights``; ``dtype`` is that of computation."""
-    halves = WeightHalves()
-    ops = sharded_ops(plan.config, groups, halves, z_loss=plan.recipe.train.z_loss)
-    return {
-        stage.index: ShardedStage(
-            _build(stage, plan, groups, ops, weights, device),
-            groups=groups,
-            halves=halves,
-            zero=plan.zero,
-            dtype=dtype,
-        )
-        for stage in plan.stages
-        if stage.index % plan.grid.pp == groups.pp.rank
-    }
+    train, halves = plan.recipe.train, WeightHalves()
+    kernels = arithmetic(compiled=train.compile)
+    stages = {}
+    for stage in plan.stages[groups.pp.rank :: plan.grid.pp]:
+        policy = Policy(plan.recompute[stage.index])
+        ops = sharded_ops(plan.config, groups, halves, arithmetic=kernels, policy=policy, z_loss=train.z_loss)
+        module = _build(stage, plan, groups, ops, weights, device)
+        policy.apply(module)
+        stages[stage.index] = ShardedStage(module, groups=groups, halves=halves, zero=plan.zero, dtype=dtype)
+    return stages
 
 
 def _build(stage: Stage, plan: RunPlan, groups: Groups, ops: Ops, weights: WeightSource, device: torch.device) -> Llama:

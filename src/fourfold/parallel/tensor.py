@@ -4,7 +4,7 @@ Between the layers a rank holds its share of the tokens, [n / tp, D]. Attention 
 work on their share of heads or columns, and reduce-scatter back: four collectives per layer forward. The gathered
 inputs are not kept for backward but gathered again: six backward. With the two other functions here that keep less than
 autograd would (RMSNorm and SwiGLU), a layer of the 405B model keeps 0.54 GB per micro-batch at 8K tokens and tp 8, not
-1.32.
+1.32. A product may keep less still: not its input, but what that can be made of (:mod:`fourfold.parallel.recompute`).
 
 The gradients of weights may be put off (:mod:`fourfold.parallel.halves`). A layer's backward then has two gathers more,
 eight in all: what LinearScatter gathers for the gradient of its input is not kept for that of its weight.
@@ -23,20 +23,35 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
-from fourfold.model import Batch, Ops, attention
+from fourfold.model import Batch, Ops, Rope, attention
+from fourfold.parallel.arithmetic import Arithmetic
 from fourfold.parallel.batch import LocalBatch
 from fourfold.parallel.context import gather_keys_values
 from fourfold.parallel.groups import Group, Groups, Pending
 from fourfold.parallel.halves import Half, WeightHalves
+from fourfold.parallel.recompute import Policy, knows_origin, origin_of, remember
 from fourfold.parallel.torch_private import LocalPart
 from fourfold.recipe import ModelConfig
 
 
-def sharded_ops(config: ModelConfig, groups: Groups, halves: WeightHalves, *, z_loss: float = 0.0) -> Ops:
-    """The operations of a model with weights split over ``groups.tp`` and tokens over ``groups.cp`` and tp.
+def sharded_ops(
+    config: ModelConfig,
+    groups: Groups,
+    halves: WeightHalves,
+    *,
+    arithmetic: Arithmetic,
+    policy: Policy,
+    z_loss: float = 0.0,
+) -> Ops:
+    """The operations of a stage with weights split over ``groups.tp`` and tokens over ``groups.cp`` and tp.
 
-    ``halves`` takes the gradients of weights that are put off. ``z_loss`` is the factor of the term that
-    :class:`VocabCrossEntropy` adds to what is minimised.
+    Args:
+        config: of the model.
+        groups: of this rank.
+        halves: takes the gradients of weights that are put off.
+        arithmetic: what runs between products and collectives.
+        policy: what backward makes again.
+        z_loss: factor of the term that :class:`VocabCrossEntropy` adds to what is minimised.
     """
     tp, cp = groups.tp, groups.cp
     kv_head = tp.rank * config.num_kv_heads // tp.size
@@ -49,6 +64,21 @@ def sharded_ops(config: ModelConfig, groups: Groups, halves: WeightHalves, *, z_
         whole = isinstance(weight, DTensor) and weight.placements[0].is_replicate()
         return local(weight)[kv_rows] if whole else local(weight)
 
+    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        weight = local(weight)
+        out, rstd = LeanRMSNorm.apply(x, weight, eps, halves, arithmetic)
+        return remember(out, arithmetic.scale, x, weight, rstd) if policy.norms else out
+
+    def swiglu(a: Tensor, b: Tensor) -> Tensor:
+        out = LeanSwiGLU.apply(a, b, arithmetic)
+        return remember(out, arithmetic.swiglu, a, b) if policy.swiglu else out
+
+    def combine(x: Tensor, weight: Tensor) -> Tensor:
+        # Run again, a layer is needed up to the input of its last product, which is SwiGLU's: the only one that knows
+        # its origin. It is a quarter of the layer's products, and its scatter a quarter of the collectives.
+        last = policy.again and knows_origin(x)
+        return LinearScatter.apply(x, local(weight), tp, halves, not last)
+
     def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         assert isinstance(batch, LocalBatch)
         k, v = gather_keys_values(k, v, batch.key_order, cp)
@@ -56,11 +86,12 @@ def sharded_ops(config: ModelConfig, groups: Groups, halves: WeightHalves, *, z_
 
     return Ops(
         embed=lambda tokens, weight: embed(tokens, local(weight), tp, halves),
-        norm=lambda x, weight, eps: LeanRMSNorm.apply(x, local(weight), eps, halves),
+        norm=norm,
         project=lambda x, weights: GatherLinear.apply(x, tp, halves, *map(columns, weights)),
-        swiglu=lambda a, b: LeanSwiGLU.apply(a, b),
+        rotate=lambda q, k, rope: Rotate.apply(q, k, rope, arithmetic),
+        swiglu=swiglu,
         attend=attend,
-        combine=lambda x, weight: LinearScatter.apply(x, local(weight), tp, halves),
+        combine=combine,
         cross_entropy=lambda logits, labels, vocab_size: VocabCrossEntropy.apply(
             logits, labels, vocab_size, tp, z_loss
         ),
@@ -70,23 +101,27 @@ def sharded_ops(config: ModelConfig, groups: Groups, halves: WeightHalves, *, z_
 class GatherLinear(Function):
     """Gathers the tokens of all TP ranks and multiplies them with this rank's columns of one or more weights.
 
-    ``apply(x [n / tp, D], tp, halves, *weights [out, D]) -> tuple of [n, out]``. Keeps only this rank's tokens.
+    ``apply(x [n / tp, D], tp, halves, *weights [out, D]) -> tuple of [n, out]``. Keeps only this rank's tokens, or what
+    they can be made of.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Group, halves: WeightHalves, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.tp, ctx.halves = tp, halves
-        ctx.save_for_backward(x, *weights)
+        ctx.make, parts = origin_of(x)
+        ctx.tp, ctx.halves, ctx.num_parts = tp, halves, len(parts)
+        ctx.save_for_backward(*parts, *weights)
         full = tp.all_gather(x)
         return tuple(full @ weight.t() for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        weights = saved[ctx.num_parts :]
         needs_x, _, _, *needs_weights = ctx.needs_input_grad
         tp, halves = ctx.tp, ctx.halves
+        x = ctx.make(*saved[: ctx.num_parts]) if any(needs_weights) else None
         # The second gather and the scatter of dX travel while dX and dW are computed.
-        gathering = tp.start_all_gather(x) if any(needs_weights) and not halves.put_off else None
+        gathering = tp.start_all_gather(x) if x is not None and not halves.put_off else None
         scattering = None
         if needs_x:
             grad_full = grads[0] @ weights[0]
@@ -111,68 +146,91 @@ class GatherLinear(Function):
 class LinearScatter(Function):
     """Multiplies with this rank's rows of a weight, and sums and scatters the result over the TP ranks.
 
-    ``apply(x [n, in / tp], weight [D, in / tp], tp, halves) -> [n / tp, D]``.
+    ``apply(x [n, in / tp], weight [D, in / tp], tp, halves, wanted) -> [n / tp, D]``. Keeps the input, or what it can be
+    made of. Where nobody reads the result it is not ``wanted``: then it is not computed, and no number.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, tp: Group, halves: WeightHalves) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, tp: Group, halves: WeightHalves, wanted: bool) -> Tensor:
+        ctx.make, parts = origin_of(x)
         ctx.tp, ctx.halves = tp, halves
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(*parts, weight)
+        if not wanted:
+            return x.new_empty((x.shape[0] // tp.size, weight.shape[0]))
         return tp.reduce_scatter(x @ weight.t())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        *parts, weight = ctx.saved_tensors
         tp, own = ctx.tp, grads[0]
         needs_x, needs_weight, *_ = ctx.needs_input_grad
+        x = ctx.make(*parts) if needs_weight else None
         if needs_weight and ctx.halves.put_off:
             # The gradient of this rank's tokens is kept, which is tp times smaller than that of all.
             ctx.halves.put(Half([weight], partial(tp.start_all_gather, own), lambda full: [full.t() @ x]))
             needs_weight = False
         if not (needs_x or needs_weight):
-            return None, None, None, None
+            return None, None, None, None, None
         full = tp.all_gather(own)
-        return full @ weight if needs_x else None, full.t() @ x if needs_weight else None, None, None
+        grad_weight = full.t() @ x if needs_weight else None
+        return full @ weight if needs_x else None, grad_weight, None, None, None
 
 
 class LeanRMSNorm(Function):
-    """RMSNorm that keeps its input and one number per token: ``apply(x [n, D], weight [D], eps, halves) -> [n, D]``."""
+    """RMSNorm that keeps its input and one number per token.
+
+    ``apply(x [n, D], weight [D], eps, halves, arithmetic) -> ([n, D], the number: fp32 [n, 1])``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, halves: WeightHalves) -> Tensor:
-        ctx.halves = halves
-        rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, halves: WeightHalves, arithmetic: Arithmetic
+    ) -> tuple[Tensor, Tensor]:
+        ctx.halves, ctx.arithmetic = halves, arithmetic
+        out, rstd = arithmetic.norm(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
-        return weight * (x.float() * rstd).to(x.dtype)
+        ctx.mark_non_differentiable(rstd)
+        return out, rstd
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        normed = x.float() * rstd
-        grad_normed = (grads[0] * weight).float()
-        grad_x = rstd * (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True))
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = (grads[0].float() * normed).sum(0).to(weight.dtype)
-            if ctx.halves.put_off:  # it is there, from what is at hand, and so small that it only has to be added later
-                there = Pending(grad_weight, None, None)
-                ctx.halves.put(Half([weight], lambda: there, lambda made: [made]))
-                grad_weight = None
-        return grad_x.to(x.dtype), grad_weight, None, None
+        needs_weight = ctx.needs_input_grad[1]
+        grad_x, grad_weight = ctx.arithmetic.norm_backward(grads[0], x, weight, rstd, needs_weight)
+        if needs_weight and ctx.halves.put_off:
+            # It is there, from what is at hand, and so small that it only has to be added later.
+            there = Pending(grad_weight, None, None)
+            ctx.halves.put(Half([weight], lambda: there, lambda made: [made]))
+            grad_weight = None
+        return grad_x, grad_weight, None, None, None
 
 
 class LeanSwiGLU(Function):
-    """silu(a) * b that keeps only a and b, each [n, ffn / tp]."""
+    """silu(a) * b that keeps only a and b: ``apply(a, b, arithmetic)``, each [n, ffn / tp]."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, arithmetic: Arithmetic) -> Tensor:
+        ctx.arithmetic = arithmetic
         ctx.save_for_backward(a, b)
-        return F.silu(a) * b
+        return arithmetic.swiglu(a, b)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        a, b = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grads[0] * b, a), grads[0] * F.silu(a)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.arithmetic.swiglu_backward(grads[0], *ctx.saved_tensors), None
+
+
+class Rotate(Function):
+    """Rotary embedding: ``apply(q [n, H, d], k [n, KV, d], rope, arithmetic) -> (q, k)``. Keeps the angles only."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, rope: Rope, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
+        ctx.arithmetic = arithmetic
+        ctx.save_for_backward(rope.cos, rope.sin)
+        return arithmetic.rotate(q, k, rope.cos, rope.sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.arithmetic.rotate_backward(*grads, *ctx.saved_tensors), None, None
 
 
 class Lookup(Function):

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo  # the first DTensor imports it, which takes 0.8 s: once here, not in every forked rank
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _dump_fr_trace_json  # pyrefly: ignore[missing-module-attribute]
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
 from torch.autograd import profiler as autograd_profiler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
+
+MEMORY_ENTRIES = 1_000_000
+"""Of the allocator's history so many are kept, the last: each takes some kilobytes of the host's memory. A micro-batch
+makes some hundreds in a layer."""
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -29,6 +39,36 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def profiler_runs() -> bool:
     """Whether a PyTorch profiler records at this moment (an execution trace observer alone does not count)."""
     return autograd_profiler._is_profiler_enabled
+
+
+def in_backward() -> bool:
+    """Whether autograd calls: a forward that runs now runs for the second time."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def record_memory() -> None:
+    """From now on PyTorch's CUDA allocator keeps what it is asked for and where in the program, and every named range.
+
+    Ranges count on all threads, since autograd runs on one of its own. Stacks of what is freed are left out: they say
+    where a block died, not why it lived.
+    """
+    torch.cuda.memory._record_memory_history(
+        context="alloc",
+        stacks="python",
+        max_entries=MEMORY_ENTRIES,
+        clear_history=True,
+        global_record_annotations=True,
+    )
+
+
+def write_memory(path: Path) -> None:
+    """Writes as a pickle what was kept since :func:`record_memory`, and what the allocator holds."""
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
+def forget_memory() -> None:
+    """Ends what :func:`record_memory` began."""
+    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 class LabelledAllGather(DefaultAllGather):
@@ -136,6 +176,24 @@ class LocalPart(Function):
         return None if grads[0] is None else DTensor(grads[0].contiguous(), ctx.spec, requires_grad=False)
 
 
+def missing_compiler(device: str) -> str | None:
+    """What ``torch.compile`` lacks to make kernels for "cpu" or "cuda" on this machine, in a sentence; None: nothing."""
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "it needs the header Python.h, in Linux distributions a package such as python3-dev"
+    if device == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            return "on CUDA it needs the package triton"
+        found = [name for name in (os.environ.get("CC", "gcc"), "clang") if shutil.which(name)]
+        return None if found else "on CUDA it needs Triton, which needs a C compiler: gcc, clang, or what CC names"
+    from torch._inductor.cpp_builder import get_cpp_compiler  # half a second, for those who compile
+
+    try:
+        get_cpp_compiler()
+    except Exception:  # of a class that changes from version to version
+        return "on CPU it needs a C++ compiler that runs here: g++, or what CXX names"
+    return None
+
+
 def sums_gradients(part: FSDPModule) -> bool:
     """Whether an FSDP group adds gradients instead of averaging them."""
     groups = fully_shard.state(part)._fsdp_param_groups  # type: ignore[attr-defined]
@@ -166,3 +224,69 @@ def whole_tensor(tensor: DTensor) -> Tensor:
             return tensor.full_tensor().clone()
     finally:
         logger.setLevel(former)
+
+
+@contextmanager
+def pretended_ranks(rank: int, size: int) -> Generator[None]:
+    """This process as one rank of a job of which no other exists: collectives return at once, with nothing in them."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the back end
+
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def pretended_tensors() -> FakeTensorMode:
+    """While it is entered, tensors have a shape, a dtype and a storage of so many bytes, and no numbers."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_pretended(value: object) -> bool:
+    """Whether it is a tensor without numbers."""
+    return isinstance(value, FakeTensor)
+
+
+@contextmanager
+def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Generator[None]:
+    """Calls ``resized`` after a storage has changed its size, as those of FSDP2's gathered weights do. No operator tells
+    of it; PyTorch's own memory tracker does it this way."""
+    resize = torch.UntypedStorage.resize_
+
+    def watched(storage: torch.UntypedStorage, size: int) -> Any:
+        out = resize(storage, size)
+        resized(storage)
+        return out
+
+    torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+class HeldByFsdp(NamedTuple):
+    """Tensors that FSDP2 holds of a stage at a moment, each this rank's part over TP."""
+
+    weights: list[Tensor]  # buffers of gathered ones, of no size while they are not
+    sums: list[Tensor]  # of gradients, before they are reduced
+    shards: list[Tensor]  # of gradients, after it
+
+
+def held_by_fsdp(stage: nn.Module) -> HeldByFsdp:
+    """What FSDP2 holds of a stage beside the shards of its weights; nothing before the stage's first forward."""
+    held = HeldByFsdp([], [], [])
+
+    def local(gradient: Tensor | None) -> list[Tensor]:
+        return [] if gradient is None else [gradient._local_tensor if isinstance(gradient, DTensor) else gradient]
+
+    for group in _groups(stage):
+        for parameter in group.fsdp_params:
+            held.weights.extend(parameter.all_gather_outputs)
+            whole = getattr(parameter, "_unsharded_param", None)
+            held.sums.extend(
+                local(parameter.unsharded_accumulated_grad) + local(whole.grad if whole is not None else None)
+            )
+            held.shards.extend(local(parameter.sharded_param.grad))
+    return held

@@ -69,6 +69,7 @@ class StageCount:
     """Parameters of one stage on one tensor-parallel rank."""
 
     held: int  # gathered: what the stage computes with
+    gathered: int  # the same in FSDP's buffers, in which every rank's part is as long as the longest
     trained: int  # those of `held` that are not frozen
     held_shard: int  # the part that one FSDP rank keeps between steps, on the rank with most
     trained_shard: int
@@ -85,11 +86,13 @@ def count_stages(
     for shapes in stage_shapes(config, stages):
         local = {name: on_tensor_rank(name, shape, config=config, tp=tp) for name, shape in shapes.items()}
         trained = {name: shape for name, shape in local.items() if not is_frozen(name, freeze, tied=config.tied)}
+        held_shard = _elements(_shards(local, num_shards))
         counts.append(
             StageCount(
                 held=_elements(local.values()),
+                gathered=num_shards * held_shard,
                 trained=_elements(trained.values()),
-                held_shard=_elements(_shards(local, num_shards)),
+                held_shard=held_shard,
                 trained_shard=_elements(_shards(trained, num_shards)),
             )
         )
@@ -145,7 +148,7 @@ def rank_bytes(
     for kind, stage, _ in schedule.actions[pp_rank]:
         if kind is Kind.GATHER:
             gathered.add(stage)
-            most_weights = max(most_weights, sum(counts[s].held for s in gathered))
+            most_weights = max(most_weights, sum(counts[s].gathered for s in gathered))
         elif kind is Kind.FREE:
             gathered.discard(stage)
         elif kind in ENDS and stage not in summing:

@@ -6,15 +6,17 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from fourfold.layout import Timeline
 from fourfold.planner.arithmetic import FP32, count_stages, moments_per_parameter
 from fourfold.planner.jobs import TRAINED_IN, Jobs, Order, Recompute, Split, model_columns
 from fourfold.planner.memory.peak import ALLOCATOR
-from fourfold.planner.memory.saved import load_rules
+from fourfold.planner.memory.saved import MemoryRules, load_rules
 from fourfold.planner.memory.walk import RankMemory, StageBytes, stage_bytes, walk
 from fourfold.recipe import Phase, RunPlan
+from fourfold.recipe.schema import Recompute as Recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,23 @@ def _phase_memory(plan: RunPlan, phase: Phase, timeline: Timeline | None) -> tup
 
 
 def held_of(plan: RunPlan, phase: Phase) -> StageBytes:
-    """What every virtual stage holds in a phase of the run."""
-    held = stage_bytes(job_of(plan, phase), plan.stages, load_rules(Trainer().saved_set))
-    return _exact(plan, phase, held)
+    """What every virtual stage holds in a phase of the run, each by what its backward makes again."""
+    jobs = {kind: job_of(plan, phase, kind).replace(recomputed_layers=1.0) for kind in plan.recompute}
+    of_kind = {kind: stage_bytes(job, plan.stages, _rules(kind)) for kind, job in jobs.items()}
+    held = of_kind[plan.recompute[0]]
+    columns = [field.name for field in dataclasses.fields(held) if np.ndim(getattr(held, field.name))]
+    each = {
+        name: np.array([getattr(of_kind[kind], name)[stage] for stage, kind in enumerate(plan.recompute)])
+        for name in columns
+    }
+    return _exact(plan, phase, dataclasses.replace(held, **each))
+
+
+def _rules(kind: Recomputed) -> MemoryRules:
+    """The trainer's, with what "selective" is in this kind."""
+    rules = load_rules(Trainer().saved_set)
+    only = {"norms": ("norms",), "swiglu": ("product",)}
+    return msgspec.structs.replace(rules, selective=only.get(kind, rules.selective))
 
 
 def _exact(plan: RunPlan, phase: Phase, held: StageBytes) -> StageBytes:
@@ -56,7 +72,7 @@ def _exact(plan: RunPlan, phase: Phase, held: StageBytes) -> StageBytes:
         plan.config, plan.stages, tp=grid.tp, num_shards=grid.dp * grid.cp, freeze=recipe.train.freeze
     )
     whole, trained, shard, trained_shard = np.array(
-        [(count.held, count.trained, count.held_shard, count.trained_shard) for count in counts]
+        [(count.gathered, count.trained, count.held_shard, count.trained_shard) for count in counts]
     ).T
     moments = moments_per_parameter(recipe.optimizer.name, momentum=recipe.optimizer.momentum)
     number = 4 if recipe.train.dtype == "float32" else 2
@@ -69,9 +85,29 @@ def _exact(plan: RunPlan, phase: Phase, held: StageBytes) -> StageBytes:
     )
 
 
-def job_of(plan: RunPlan, phase: Phase) -> Jobs:
-    """The columns that memory depends on; those of the machine are 0."""
+def recomputation(plan: RunPlan, kind: Recomputed | None = None) -> tuple[Recompute, float]:
+    """What backward makes again, and for which share of the layers, as columns of a job have it.
+
+    "norms" and "swiglu" are the shares of "selective" that they take: bytes read and written, of 16-bit numbers 2 (2 +
+    2) per hidden unit for two norms, 6 per feed-forward unit. Where stages differ, the mean over layers counts; of lists
+    with "full" in them, "full" alone, beside which the others cost nothing.
+    """
+    norms = 8 * plan.config.dim / (8 * plan.config.dim + 6 * plan.config.ffn_dim)
+    kinds = plan.recompute if kind is None else (kind,) * len(plan.stages)
+    full = "full" in kinds
+    costs = {"full": 1.0} if full else {"norms": norms, "swiglu": 1 - norms, "selective": 1.0}
+    each = (costs.get(kind, 0.0) * len(stage.layers) for kind, stage in zip(kinds, plan.stages, strict=True))
+    share = sum(each) / plan.config.num_layers
+    return (Recompute.FULL if full else Recompute.SELECTIVE if share else Recompute.NONE), share
+
+
+def job_of(plan: RunPlan, phase: Phase, kind: Recomputed | None = None) -> Jobs:
+    """The columns that memory depends on; those of the machine are 0.
+
+    `kind`: what backward makes again in all stages, instead of what the recipe says.
+    """
     grid, schedule = plan.grid, phase.schedule
+    recompute, share = recomputation(plan, kind)
     order = Order.FLEXIBLE
     if schedule.kind == "afab":
         order = Order.AFAB
@@ -94,13 +130,13 @@ def job_of(plan: RunPlan, phase: Phase) -> Jobs:
         zero=phase.zero,
         shards=grid.dp * grid.cp,
         sequence_parallel=grid.tp > 1,
-        recompute=Recompute.NONE,
-        recomputed_layers=0.0,
+        recompute=recompute,
+        recomputed_layers=share,
         precision=TRAINED_IN[plan.recipe.train.dtype],
         gradient_bytes=FP32,
         reduce_bytes=FP32,
         fused_attention=True,
-        compiled=False,
+        compiled=plan.recipe.train.compile,
         cuda_graphs=False,
         tp_overlap=False,
         chip=0,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
+
+from fourfold.layout import Stage
 from fourfold.layout.play import Program
 from fourfold.planner.jobs import TRAINED_IN
 from fourfold.planner.machines.cluster import Cluster, cluster
 from fourfold.planner.run_memory import job_of
 from fourfold.planner.search.exact import once_per_step, stage_seconds, weight_seconds
 from fourfold.planner.timing.stack import load_stack
-from fourfold.planner.timing.step import parts
+from fourfold.planner.timing.step import Parts, parts
 from fourfold.recipe import RecipeError, RunPlan
 from fourfold.recipe.errors import Problem
+from fourfold.recipe.schema import Recompute
 
 
 def run_seconds(plan: RunPlan, machines: Cluster | None, program: Program) -> float | None:
@@ -22,11 +28,21 @@ def run_seconds(plan: RunPlan, machines: Cluster | None, program: Program) -> fl
         hardware = machines.columns(TRAINED_IN[plan.recipe.train.dtype])
     except ValueError:  # a chip without these numbers
         return None
-    job = job_of(plan, plan.phases[0]).replace(**hardware)
-    pieces = parts(job, load_stack("standard"))
-    forward, backward = stage_seconds(pieces, plan.stages)
-    weight = weight_seconds(pieces, plan.stages)
-    pipeline = program.play(forward=forward, backward=backward, weight=weight, message=float(pieces.message))
+
+    def pieces_of(kind: Recompute | None) -> Parts:
+        return parts(job_of(plan, plan.phases[0], kind).replace(**hardware), load_stack("standard"))
+
+    def each(seconds: Callable[[Parts, tuple[Stage, ...]], np.ndarray]) -> np.ndarray:
+        of_kind = {kind: seconds(pieces, plan.stages) for kind, pieces in kinds.items()}
+        return np.array([of_kind[kind][stage] for stage, kind in enumerate(plan.recompute)])
+
+    pieces, kinds = pieces_of(None), {kind: pieces_of(kind) for kind in plan.recompute}
+    pipeline = program.play(
+        forward=each(lambda *of: stage_seconds(*of)[0]),
+        backward=each(lambda *of: stage_seconds(*of)[1]),
+        weight=each(weight_seconds),
+        message=float(pieces.message),
+    )
     return float(pieces.inflation * (pipeline.step_time + once_per_step(pieces)))
 
 

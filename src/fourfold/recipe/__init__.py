@@ -12,7 +12,7 @@ from fourfold.recipe.model import (
     parameter_shapes,
     preset,
 )
-from fourfold.recipe.parameters import is_frozen, split_dimension, stage_shapes
+from fourfold.recipe.parameters import is_covered, is_frozen, split_dimension, stage_shapes
 from fourfold.recipe.schema import (
     Batch,
     BatchPhase,
@@ -21,6 +21,7 @@ from fourfold.recipe.schema import (
     Data,
     Layout,
     Model,
+    Numerics,
     Optimizer,
     Output,
     Pipeline,
@@ -43,6 +44,7 @@ __all__ = [
     "Layout",
     "Model",
     "ModelConfig",
+    "Numerics",
     "Optimizer",
     "Output",
     "Phase",
@@ -62,6 +64,7 @@ __all__ = [
     "config_from_hf",
     "config_to_hf",
     "from_table",
+    "is_covered",
     "is_frozen",
     "load",
     "parameter_shapes",

@@ -13,9 +13,9 @@ from fourfold.recipe.load import from_table, to_table
 from fourfold.recipe.model import PRESETS, ModelConfig, RopeScaling, config_from_hf, preset
 from fourfold.recipe.parameters import is_frozen, stage_shapes
 from fourfold.recipe.places import local_folder, read_file
-from fourfold.recipe.ranges import parse_range, parse_ranks
-from fourfold.recipe.rules import broken_freeze, broken_rules
-from fourfold.recipe.schema import Model, Recipe, RopeScalingTable
+from fourfold.recipe.ranges import parse_range, parse_ranges, parse_ranks
+from fourfold.recipe.rules import broken_freeze, broken_keep, broken_rules
+from fourfold.recipe.schema import Model, Recipe, Recompute, RopeScalingTable
 
 DEFAULT_PRESET = "tiny"
 
@@ -64,6 +64,18 @@ class RunPlan:
         text = self.recipe.profile.ranks
         return parse_ranks(text, self.grid.size) if text else range(self.grid.size)
 
+    @property
+    def recorded_steps(self) -> frozenset[int]:
+        """The steps whose numbers are recorded."""
+        text = self.recipe.numerics.steps
+        return frozenset(number for numbers in parse_ranges(text) for number in numbers) if text else frozenset()
+
+    @property
+    def recompute(self) -> tuple[Recompute, ...]:
+        """What backward makes again, of every virtual stage by global index."""
+        kinds = self.recipe.train.recompute
+        return (kinds,) * len(self.stages) if isinstance(kinds, str) else kinds
+
     def phase_at(self, tokens: int) -> Phase:
         """The phase of a step before which `tokens` tokens have been trained on."""
         return next(phase for phase in reversed(self.phases) if phase.after_tokens <= tokens)
@@ -103,6 +115,7 @@ def check(recipe: Recipe) -> RunPlan:
     if not any(problem.key.startswith("model.") for problem in problems):
         config = _config(values)
         problems += broken_freeze(recipe.train.freeze, config)
+        problems += broken_keep(recipe.numerics, config)
     if problems or config is None:
         raise RecipeError(problems)
 

@@ -169,9 +169,7 @@ def _convert_section(
         try:
             values[key] = msgspec.convert(value, hints[key])
         except msgspec.ValidationError:
-            choices = _choices(hints[key])
-            near = nearest_name(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else None
-            problems.append(Problem(full, value, f"must be {_describe(hints[key])}", (near,) if near else ()))
+            problems.append(Problem(full, value, f"must be {_describe(hints[key])}", _nearest(value, hints[key])))
     return (None if problems else section(**values)), problems
 
 
@@ -221,6 +219,17 @@ def _choices(hint: object) -> list[object]:
     return [c for t in _alternatives(hint) if typing.get_origin(t) is typing.Literal for c in typing.get_args(t)]
 
 
+def _nearest(value: object, hint: object) -> tuple[object, ...]:
+    """The legal value that a text looks like; of a list of texts, with each that is none replaced by such a one."""
+    lists = [t for t in _alternatives(hint) if typing.get_origin(t) is tuple]
+    if isinstance(value, list | tuple) and lists:
+        known = [c for c in _choices(typing.get_args(lists[0])[0]) if isinstance(c, str)]
+        meant = [text if text in known else nearest_name(str(text), known) for text in value]
+        return () if not known or None in meant else (tuple(meant),)
+    near = nearest_name(value, [c for c in _choices(hint) if isinstance(c, str)]) if isinstance(value, str) else None
+    return (near,) if near else ()
+
+
 def _describe(hint: object) -> str:
     """A type in words: `one of "auto", 1, 2, 3`, `an integer`, `a list of integers`."""
     words = []
@@ -238,6 +247,8 @@ def _describe(hint: object) -> str:
                 words.append(f"{many} pairs of {plural[typing.get_args(inner)[0]]}")
             elif inner in plural:
                 words.append(f"{many} {plural[inner]}")
+            elif set(_choices(inner)) <= set(choices) and choices:
+                words.append(f"{many} these")
             else:
                 words.append(f"{many} tables with {', '.join(_types(inner))}")
         elif t in names:

@@ -11,7 +11,7 @@ from fourfold.recipe.model import ModelConfig, parameter_shapes
 def stage_shapes(config: ModelConfig, stages: Sequence[Stage]) -> tuple[dict[str, tuple[int, ...]], ...]:
     """Per stage, name -> shape of every parameter it holds, whole (not cut by tensor parallelism or FSDP).
 
-    A head without the embedding holds an output.weight of its own even in a tied model: a second copy of the embedding.
+    A head holds an output.weight of its own even in a tied model: a second copy of the embedding.
     """
     whole = parameter_shapes(config)
     of_layer: dict[int, dict[str, tuple[int, ...]]] = {i: {} for i in range(config.num_layers)}
@@ -27,8 +27,7 @@ def stage_shapes(config: ModelConfig, stages: Sequence[Stage]) -> tuple[dict[str
             shapes |= of_layer[layer]
         if stage.head:
             shapes["norm.weight"] = whole["norm.weight"]
-            if not (config.tied and stage.embedding):
-                shapes["output.weight"] = whole["tok_embeddings.weight"]
+            shapes["output.weight"] = whole["tok_embeddings.weight"]
         held.append(shapes)
     return tuple(held)
 
@@ -46,10 +45,25 @@ def split_dimension(name: str, config: ModelConfig, tp: int) -> int | None:
 
 
 def is_frozen(name: str, freeze: Sequence[str], *, tied: bool = False) -> bool:
-    """Whether `train.freeze` covers a parameter: one of its entries is the name, or whole leading parts of it.
-
-    "layers.1" covers layers.1.ffn_norm.weight but not layers.10. In a tied model output.weight is the embedding.
-    """
+    """Whether `train.freeze` covers a parameter. In a tied model output.weight is the embedding."""
     if tied and name == "output.weight":
         name = "tok_embeddings.weight"
-    return any(name == prefix or name.startswith(f"{prefix.rstrip('.')}.") for prefix in freeze)
+    return is_covered(name, freeze)
+
+
+def is_covered(name: str, entries: Sequence[str]) -> bool:
+    """Whether one of some entries is the name, or whole leading parts of it.
+
+    "layers.1" covers layers.1.ffn_norm.weight but not layers.10.
+    """
+    return any(name == entry or name.startswith(f"{entry.rstrip('.')}.") for entry in entries)
+
+
+def recorded_names(config: ModelConfig, *, operations: bool) -> set[str]:
+    """What `[numerics]` records: weights; and operations, each by the name of its weight or by its own."""
+    weights = {*parameter_shapes(config), "output.weight"}  # a tied head has numbers of its own
+    if not operations:
+        return weights
+    own = ("attention.attend", "feed_forward.swiglu")
+    in_layers = {f"layers.{layer}.{name}" for layer in range(config.num_layers) for name in own}
+    return weights | {name.removesuffix(".weight") for name in weights} | in_layers | {"cross_entropy"}

@@ -14,9 +14,14 @@ def parse_range(text: str) -> range:
     return range(low, high + 1)
 
 
+def parse_ranges(text: str) -> list[range]:
+    """Numbers, and ranges of them, between commas, as they are listed. Raises ValueError with the rule."""
+    return [parse_range(part) for part in text.split(",")]
+
+
 def parse_ranks(text: str, size: int) -> tuple[int, ...]:
     """Ranks, of so many, and ranges of them between commas; ascending, each once. Raises ValueError with the rule."""
-    ranges = [parse_range(part) for part in text.split(",")]
+    ranges = parse_ranges(text)
     if max(numbers[-1] for numbers in ranges) >= size:
         raise ValueError(f"there are ranks 0 to {size - 1}")
     return tuple(sorted({number for numbers in ranges for number in numbers}))

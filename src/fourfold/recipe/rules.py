@@ -15,7 +15,8 @@ from fourfold.recipe import run_rules
 from fourfold.recipe.bounds import Values, broken_bounds
 from fourfold.recipe.errors import Problem, nearest_integers, nearest_name
 from fourfold.recipe.model import ModelConfig, parameter_shapes
-from fourfold.recipe.parameters import is_frozen
+from fourfold.recipe.parameters import is_covered, is_frozen, recorded_names
+from fourfold.recipe.schema import Numerics
 
 
 def head_dim(values: Values) -> Iterator[Problem]:
@@ -156,15 +157,19 @@ RULES: list[tuple[tuple[str, ...], Callable[[Values], Iterator[Problem]]]] = [
         tuple(f"timeouts.{t}" for t in ("step_factor", "step_minimum", "startup", "abort", "collective")),
         run_rules.timeouts,
     ),
+    (("train.recompute", "layout.pp", "pipeline.virtual_stages"), run_rules.recompute),
     (("optimizer.name", "optimizer.momentum"), run_rules.momentum),
     (("optimizer.clip_norm_type",), run_rules.clip_norm_type),
     (("layout.tp", "layout.cp", "layout.pp", "layout.dp", "cluster.gpus_per_node"), whole_nodes),
     (("output.name", "output.dir"), run_rules.run_folder),
     (("profile.steps", "train.steps"), run_rules.profiled_steps),
+    (("profile.steps", "profile.memory"), run_rules.profiled_memory),
     (
         ("profile.steps", "profile.ranks", "layout.tp", "layout.cp", "layout.pp", "layout.dp"),
         run_rules.profiled_ranks,
     ),
+    (("numerics.steps", "train.steps"), run_rules.recorded_steps),
+    (("numerics.steps", "numerics.tensors", "numerics.keep"), run_rules.recorded_tensors),
 ]
 
 
@@ -191,4 +196,20 @@ def broken_freeze(freeze: tuple[str, ...], config: ModelConfig) -> list[Problem]
             )
     if not problems and all(is_frozen(name, freeze) for name in names):
         problems.append(Problem("train.freeze", freeze, "leaves no parameter to train"))
+    return problems
+
+
+def broken_keep(numerics: Numerics, config: ModelConfig) -> list[Problem]:
+    """Every entry of numerics.keep that matches nothing that is recorded."""
+    names, everything = (recorded_names(config, operations=every) for every in (numerics.tensors == "all", True))
+    parts = {name.rsplit(".", cut)[0] for name in names for cut in range(name.count(".") + 1)}
+    problems = []
+    for entry in numerics.keep:
+        if any(is_covered(name, [entry]) for name in names):
+            continue
+        if any(is_covered(name, [entry]) for name in everything):
+            problems.append(Problem("numerics.keep", entry, 'is recorded with numerics.tensors = "all" only'))
+            continue
+        near = nearest_name(entry, sorted(parts))
+        problems.append(Problem("numerics.keep", entry, "matches nothing that is recorded", (near,) if near else ()))
     return problems

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from fourfold.recipe.bounds import COUNT, NOT_NEGATIVE, POSITIVE, Values
 from fourfold.recipe.errors import Problem, nearest_integers, nearest_name
-from fourfold.recipe.ranges import parse_range, parse_ranks
+from fourfold.recipe.ranges import parse_range, parse_ranges, parse_ranks
 
 
 def sequences(values: Values) -> Iterator[Problem]:
@@ -132,6 +132,16 @@ def skipped_samples(values: Values) -> Iterator[Problem]:
         end = max(end, after)
 
 
+def recompute(values: Values) -> Iterator[Problem]:
+    """A list has one entry per virtual stage."""
+    kinds, pp, v = values["train.recompute"], values["layout.pp"], values["pipeline.virtual_stages"]
+    if isinstance(kinds, str) or len(kinds) == pp * v:
+        return
+    rule = f"must have one entry per virtual stage, layout.pp = {pp} x pipeline.virtual_stages = {v}, not {len(kinds)}"
+    legal = kinds[: pp * v] + (kinds or ("none",))[-1:] * (pp * v - len(kinds))
+    yield Problem("train.recompute", kinds, rule, (legal,))
+
+
 def momentum(values: Values) -> Iterator[Problem]:
     """A setting that would be ignored is refused."""
     if values["optimizer.momentum"] and values["optimizer.name"] != "sgd":
@@ -204,6 +214,12 @@ def profiled_steps(values: Values) -> Iterator[Problem]:
         yield Problem("profile.steps", text, f"must be steps from 1 to train.steps = {last}", (near,))
 
 
+def profiled_memory(values: Values) -> Iterator[Problem]:
+    """A setting that would be ignored is refused."""
+    if values["profile.memory"] and not values["profile.steps"]:
+        yield Problem("profile.memory", True, "means nothing without profile.steps", (False,))
+
+
 def profiled_ranks(values: Values) -> Iterator[Problem]:
     """Ranks that there are, and no flood of files by oversight."""
     text, size = values["profile.ranks"], math.prod(values[f"layout.{d}"] for d in ("tp", "cp", "pp", "dp"))
@@ -220,3 +236,27 @@ def profiled_ranks(values: Values) -> Iterator[Problem]:
     except ValueError as error:
         rule = f"must be ranks below tp x cp x pp x dp = {size}, or ranges of them, as in 0-7,16: {error}"
         yield Problem("profile.ranks", text, rule, (f"0-{size - 1}",))
+
+
+def recorded_steps(values: Values) -> Iterator[Problem]:
+    """Steps that the run makes."""
+    text, last = values["numerics.steps"], values["train.steps"]
+    if not text:
+        return
+    try:
+        ranges = parse_ranges(text)
+    except ValueError as error:
+        rule = f"must be steps and ranges of them, as in 1-3,100, or empty for none: {error}"
+        yield Problem("numerics.steps", text, rule)
+        return
+    if min(steps[0] for steps in ranges) < 1 or max(steps[-1] for steps in ranges) > last:
+        yield Problem("numerics.steps", text, f"must be steps from 1 to train.steps = {last}", (f"1-{last}",))
+
+
+def recorded_tensors(values: Values) -> Iterator[Problem]:
+    """A setting that would be ignored is refused."""
+    if values["numerics.steps"]:
+        return
+    for key, default in (("numerics.tensors", "weights"), ("numerics.keep", ())):
+        if values[key] != default:
+            yield Problem(key, values[key], "means nothing without numerics.steps", (default,))

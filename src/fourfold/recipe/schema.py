@@ -300,6 +300,19 @@ class Profile(Section, frozen=True, kw_only=True):
     """A step, or a range of them: "3-5"; empty: none. Recorded steps take longer."""
     ranks: str = ""
     """Ranks and ranges of them: "0-7,16"; empty: all."""
+    memory: bool = False
+    """Record what memory they take and for what, too: on a GPU a snapshot of PyTorch's allocator, on a CPU in the trace."""
+
+
+class Numerics(Section, frozen=True, kw_only=True):
+    """[numerics]: which steps' numbers are recorded, as fingerprints that `fourfold compare` reads."""
+
+    steps: str = ""
+    """Steps and ranges of them: "1-3,100"; empty: none."""
+    tensors: Literal["weights", "all"] = "weights"
+    """weights: gradients and weights. all: also what every operation gives, and the gradient that reaches it."""
+    keep: tuple[str, ...] = ()
+    """Recorded tensors that are kept whole, too, by leading parts of their names: ["layers.0.attention.wq"]."""
 
 
 class Recipe(Section, frozen=True, kw_only=True):
@@ -317,3 +330,4 @@ class Recipe(Section, frozen=True, kw_only=True):
     cluster: Cluster = Cluster()
     output: Output = Output()
     profile: Profile = Profile()
+    numerics: Numerics = Numerics()

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from fourfold.parallel import WeightSource
+from fourfold.parallel import WeightSource, missing_compiler
 from fourfold.recipe import Problem, RecipeError, RunPlan, check, load
 from fourfold.trainer import runs
 from fourfold.trainer.ending import answering_for
@@ -43,6 +43,8 @@ def run(plan: RunPlan, recipe_file: Path, overrides: Sequence[str], *, resume: b
         RankFailure: a rank failed.
     """
     device = _device_type(plan)
+    if plan.recipe.train.compile and (lack := missing_compiler(device)) is not None:
+        raise RecipeError([Problem("train.compile", True, f"cannot be had on this machine: {lack}", (False,))])
     if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         return join(plan, device, resume=resume)[0]
     if device == "cuda":

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from fourfold.data.stream import Position
+from fourfold.debugger.numerics.records import FOLDER
 from fourfold.layout import Doing
 from fourfold.parallel import Groups, MicroBatch, ParallelModel, StepTotals, WeightSource
 from fourfold.recipe import Phase
@@ -21,6 +22,7 @@ from fourfold.trainer.garbage import Garbage
 from fourfold.trainer.meter import Meter
 from fourfold.trainer.metrics import Reporter, StepMetrics, ValidationMetrics, cut_action_log, write_action_log
 from fourfold.trainer.nonfinite import NonFiniteError, NonFinitePolicy, find_non_finite
+from fourfold.trainer.numerics import Numbers
 from fourfold.trainer.optimizer import learning_rate, make_optimizer
 from fourfold.trainer.prepare import Prepared
 from fourfold.trainer.profiling import Profiling
@@ -60,12 +62,14 @@ def train(run: Prepared, *, groups: Groups, weights: WeightSource, device: torch
         watchdog = open_things.enter_context(Watchdog(run.folder, groups, recipe.timeouts))
         garbage = open_things.enter_context(Garbage(recipe.train.gc_every, groups.recorder))
         profiling = open_things.enter_context(Profiling(run.plan, run.folder, groups, device, after_step=began_at.step))
+        numbers = open_things.enter_context(Numbers(trainer.model, run.folder / FOLDER, after_step=began_at.step))
         trainer.meter.begin()
         while trainer.state.step < recipe.train.steps and not stopped_by:
             number = trainer.state.step + 1
             profiling.step_begins(number)
             watchdog.step_begins(number)
-            metrics, totals = trainer.step()
+            with numbers.step(number):
+                metrics, totals = trainer.step()
             reporter.report(metrics)
             watchdog.step_ended()
             for result in trainer.validate():

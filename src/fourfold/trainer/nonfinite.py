@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -20,8 +21,8 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from fourfold.layout import Grid, Schedule
-from fourfold.model import Layer, Ops
 from fourfold.parallel import Group, MicroBatch, ParallelModel
+from fourfold.parallel.observing import LAYER, Operation, observed
 from fourfold.recipe import Train
 
 FORWARD, BACKWARD = 0, 1
@@ -153,69 +154,26 @@ class Watch:
 
     ``found`` is the first non-finite value in the order (forward before backward, micro-batch, stage, operation), in
     which a value can only follow from earlier ones: the true order of a schedule interleaves micro-batches that do not
-    depend on each other. :class:`fourfold.model.Ops` is where it looks, since all arithmetic but the residual sums goes
-    through it. A sum over TP ranks that overflows is found on the ranks that receive it.
+    depend on each other. A sum over TP ranks that overflows is found on the ranks that receive it.
     """
 
     def __init__(self, model: ParallelModel) -> None:
         self.found: NonFinite | None = None
         self._model = model
-        self._undo: list[Callable[[], None]] = []
+        self._open = ExitStack()
         self._places: dict[int, dict[str, int]] = {}  # of each operation in its stage's forward, by stage and name
 
     def __enter__(self) -> Watch:
-        for stage in self._model.stages.values():
-            for path, module in stage.module.named_modules():
-                if isinstance(ops := getattr(module, "ops", None), Ops):
-                    set_ops = partial(setattr, module, "ops")
-                    self._undo.append(partial(set_ops, ops))
-                    set_ops(self._watching(ops, path, module))
-                if isinstance(module, Layer):
-                    hook = module.register_forward_hook(partial(self._residual, path))
-                    self._undo.append(hook.remove)
+        self._open.enter_context(observed(self._model, self._look))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for undo in self._undo:
-            undo()
+        self._open.close()
 
-    def _watching(self, ops: Ops, path: str, module: torch.nn.Module) -> Ops:
-        """The operations of one module, watched. Those with a weight are named as the weight is."""
-        prefix = f"{path}." if path else ""
-
-        def holder(weight: Tensor) -> str:
-            found = next(name for name, parameter in module.named_parameters() if parameter is weight)
-            return prefix + found.removesuffix(".weight")
-
-        def one(names: Callable[..., str], operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            def watched(*arguments: Any) -> Tensor:
-                out = operation(*arguments)
-                self._look([names(*arguments)], arguments, (out,))
-                return out
-
-            return watched
-
-        def project(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            out = ops.project(x, weights)
-            self._look([holder(weight) for weight in weights], (x,), out)
-            return out
-
-        return Ops(
-            embed=one(lambda tokens, weight: holder(weight), ops.embed),
-            norm=one(lambda x, weight, eps: holder(weight), ops.norm),
-            project=project,
-            swiglu=one(lambda a, b: f"{prefix}swiglu", ops.swiglu),
-            attend=one(lambda q, k, v, batch: f"{prefix}attend", ops.attend),
-            combine=one(lambda x, weight: holder(weight), ops.combine),
-            cross_entropy=one(lambda logits, labels, size: f"{prefix}cross_entropy", ops.cross_entropy),
-        )
-
-    def _look(self, names: Sequence[str], arguments: Sequence[Any], outputs: Sequence[Tensor]) -> None:
-        """Looks at an operation that has just run, and will at its backward. Each output has a name."""
-        inputs = [x for x in arguments if isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter)]
+    def _look(self, operation: Operation) -> None:
+        """Looks at an operation that has just run, and will at its backward."""
+        names, stage, micro_batch = operation.names, operation.stage, operation.micro_batch
         joint = ", ".join([names[0], *(name.rpartition(".")[2] for name in names[1:])])
-        here = self._model.groups.position
-        stage, micro_batch = here.stage, here.micro_batch
         place = self._place(stage, joint)
 
         def forward(kind: str, name: str, side: int, x: Tensor) -> None:
@@ -224,26 +182,23 @@ class Watch:
         def backward(kind: str, name: str, side: int, x: Tensor) -> None:
             self._record(kind, name, micro_batch, (BACKWARD, micro_batch, -stage, -place, side), x)
 
-        for x in inputs:
+        for x in operation.inputs:
             forward("input", joint, 0, x)
-        for i, (name, out) in enumerate(zip(names, outputs, strict=True)):
+        for i, (name, out) in enumerate(zip(names, operation.outputs, strict=True)):
             forward("output", name, 1 + i, out)
-            if out.requires_grad:
-                out.register_hook(partial(backward, "arriving", name, i))
+        if operation.kind == LAYER:
+            return  # what it gets in backward goes on as it is
 
         def leaving(depth: int, grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
             for grad in grad_inputs:
                 if grad is not None:
                     backward("leaving", joint, len(names) + depth, grad)
 
-        for depth, node in enumerate(_nodes_between(inputs, outputs)):
+        for i, (name, out) in enumerate(zip(names, operation.outputs, strict=True)):
+            if out.requires_grad:
+                out.register_hook(partial(backward, "arriving", name, i))
+        for depth, node in enumerate(_nodes_between(operation.inputs, operation.outputs)):
             node.register_hook(partial(leaving, depth))
-
-    def _residual(self, path: str, layer: Layer, arguments: tuple[Any, ...], out: Tensor) -> None:
-        """The output of a layer is a sum that no operation makes."""
-        here = self._model.groups.position
-        order = (FORWARD, here.micro_batch, here.stage, self._place(here.stage, path), 0)
-        self._record("output", path, here.micro_batch, order, out)
 
     def _place(self, stage: int, name: str) -> int:
         places = self._places.setdefault(stage, {})

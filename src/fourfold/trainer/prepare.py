@@ -17,6 +17,7 @@ from rich.console import Console
 from fourfold.data import sources
 from fourfold.data.fingerprint import compare
 from fourfold.data.writer import write_atomically
+from fourfold.debugger.numerics.records import FOLDER
 from fourfold.planner import consequences
 from fourfold.recipe import Problem, RecipeError, RunPlan, load, to_table, to_toml
 from fourfold.recipe.errors import show
@@ -252,7 +253,10 @@ def _say(prepared: Prepared, weights_from: str, news: list[str]) -> None:
     entropy = data.unigram_entropy
     known = f"; unigram entropy {entropy:.3f} nats per token" if entropy is not None else ""
     steps, ranks = prepared.plan.profiled_steps, prepared.plan.profiled_ranks
-    recorded = [f"Profiler: {len(steps)} steps from {steps[0]} on, on {len(ranks)} ranks, to profile/"] if steps else []
+    what = "Profiler, with memory" if prepared.plan.recipe.profile.memory else "Profiler"
+    recorded = [f"{what}: {len(steps)} steps from {steps[0]} on, on {len(ranks)} ranks, to profile/"] if steps else []
+    numbered = len(prepared.plan.recorded_steps)
+    recorded += [f"Numbers: of {numbered} {'step' if numbered == 1 else 'steps'}, to {FOLDER}/"] if numbered else []
     lines = chain(
         [f"\nData: {documents:,} documents, {tokens:,} tokens{entries}{known}"],
         data.notes,
@@ -266,11 +270,17 @@ def _say(prepared: Prepared, weights_from: str, news: list[str]) -> None:
 def clear(prepared: Prepared) -> None:
     """What a run that did not end well leaves is no half model, and no folder if it made no step.
 
-    A folder that was there before is never removed: it holds checkpoints, or is not a run's at all.
+    A folder that was there before is never removed: it holds checkpoints, or is not a run's at all. Nor is one in which
+    a rank has left what filled its memory.
     """
     shutil.rmtree(partial_folder(prepared.folder / "model"), ignore_errors=True)
-    if prepared.new and not made_a_step(prepared.folder):
+    if prepared.new and not made_a_step(prepared.folder) and not has_snapshots(prepared.folder):
         shutil.rmtree(prepared.folder, ignore_errors=True)
+
+
+def has_snapshots(folder: Path) -> bool:
+    """Whether ranks of this run have left snapshots of their memory."""
+    return any((folder / "profile").glob("memory-*.pickle"))
 
 
 def made_a_step(folder: Path) -> bool:

@@ -1,7 +1,8 @@
 """Traces of a few steps: PyTorch's profiler on the ranks and in the steps that [profile] names.
 
 What is recorded is what `fourfold diagnose` reads: every operator, kernel and collective, the labels of
-docs/formats.md, and as `fourfold` the layout, how the work should be shared among pipeline ranks, and the host.
+docs/formats.md, and as `fourfold` the layout, how the work should be shared among pipeline ranks, and the host. With
+[profile] memory also every block of memory: on a CPU in the trace, on a GPU as a snapshot of PyTorch's allocator.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fourfold.parallel import Groups
+from fourfold.parallel.torch_private import forget_memory, record_memory, write_memory
 from fourfold.planner import stage_flops
 from fourfold.recipe import RunPlan
 from fourfold.trainer.runs import move_aside
@@ -51,7 +53,10 @@ class Profiling:
         self._groups = groups
         self._steps = [number for number in plan.profiled_steps if number > after_step]
         self._chosen = groups.rank in plan.profiled_ranks
-        self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        on_gpu = device.type == "cuda"
+        self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+        self._memory_in_trace = plan.recipe.profile.memory and not on_gpu
+        self._snapshot = plan.recipe.profile.memory and on_gpu
         self._profiler: profile | None = None
         self._mark = ExitStack()
         self._processor: dict[int, int] = {}  # of each step, nanoseconds of this thread
@@ -63,9 +68,14 @@ class Profiling:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Writes what there is of a run that was stopped inside of the range, and nothing of one that failed."""
-        if self._profiler is not None and error is None:
+        """Writes what there is of a run that was stopped inside of the range. Of one that failed nothing is written,
+        but for the memory of one that had too little of it."""
+        if self._profiler is None:
+            return
+        if error is None:
             self._finish()
+        elif self._snapshot and isinstance(error, torch.OutOfMemoryError):
+            self._write_snapshot()
 
     def step_begins(self, step: int) -> None:
         """``step`` is counted from 1."""
@@ -94,14 +104,18 @@ class Profiling:
             if ProfilerActivity.CUDA not in self._activities:
                 os.environ.setdefault(*SILENT)
             self._folder.mkdir(exist_ok=True)
-            self._profiler = profile(activities=self._activities)
+            self._profiler = profile(activities=self._activities, profile_memory=self._memory_in_trace)
             self._profiler.start()
+            if self._snapshot:
+                record_memory()
         # It takes as long as it likes to start: nobody should seem late in the first step.
         self._groups.barrier()
 
     def _finish(self) -> None:
         profiler, self._profiler = self._profiler, None
         assert profiler is not None
+        if self._snapshot:
+            self._write_snapshot()
         profiler.add_metadata_json("fourfold", json.dumps(self._what_the_trace_does_not_know()))
         profiler.stop()
         path = trace_file(self._folder, self._groups.rank)
@@ -118,6 +132,19 @@ class Profiling:
             for partial in (plain, packed):
                 partial.unlink(missing_ok=True)
 
+    def _write_snapshot(self) -> None:
+        """What the allocator has done since the first step that is recorded, and what it holds."""
+        path = snapshot_file(self._folder, self._groups.rank)
+        partial = path.with_name(f"{path.name}.partial")
+        try:
+            write_memory(partial)
+            partial.replace(path)
+        except OSError as error:
+            print(f"rank {self._groups.rank}: its memory snapshot could not be written: {error}", flush=True)
+        finally:
+            partial.unlink(missing_ok=True)
+            forget_memory()
+
     def _what_the_trace_does_not_know(self) -> dict[str, object]:
         """The key `fourfold` of docs/formats.md."""
         return {
@@ -132,6 +159,11 @@ class Profiling:
 def trace_file(folder: Path, rank: int) -> Path:
     """The trace of a global rank in the folder of traces."""
     return folder / f"rank-{rank:05d}.json.gz"
+
+
+def snapshot_file(folder: Path, rank: int) -> Path:
+    """The memory snapshot of a global rank in the folder of traces."""
+    return folder / f"memory-{rank:05d}.pickle"
 
 
 def shares(plan: RunPlan) -> Sequence[float]:

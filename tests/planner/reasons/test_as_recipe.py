@@ -120,6 +120,7 @@ class TestSentence:
 
     def test_another_than_the_first(self) -> None:
         plan = plan_of("llama3-70b", 128)
+        plan = replace(plan, candidates=(replace(plan.candidates[0], recompute="matmuls"), *plan.candidates[1:]))
         one = layout_for_recipe(plan)
         assert one != plan.candidates[0]
         said = recipe_sentence(plan, one, "f.toml")
@@ -142,7 +143,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "said"),
         [
-            ({"recompute": "selective"}, "recompute = .selective.: the trainer keeps all activations"),
+            ({"recompute": "matmuls"}, "recompute = .matmuls.: must be one of none, selective, full for the trainer"),
             ({"schedule": "zb-v"}, "schedule = .zb-v.: must be one of afab, 1f1b, interleaved, flexible, zb-h1"),
             ({"zero": 0}, "zero = 0: must be 1, 2 or 3"),
             ({"tp": 3}, "layout.tp = 3: must divide"),
@@ -154,7 +155,7 @@ class TestRefusals:
             candidate_recipe(plan_of("llama3-8b", 32).problem, one, name="x")
 
     def test_every_reason_is_said_at_once(self) -> None:
-        one = replace(self.candidate(), recompute="full", zero=0)
+        one = replace(self.candidate(), recompute="feed-forward", zero=0)
         assert len(untrainable(plan_of("llama3-8b", 32).problem, one)) == 2
 
     def test_fp8(self) -> None:
@@ -179,14 +180,23 @@ class TestRefusals:
             write_recipe(plan_of("llama3-8b", 32).problem, self.candidate(), tmp_path / "r.yaml")
 
     def test_nothing_fits(self) -> None:
-        with pytest.raises(ValueError, match="without recomputation nothing fits"):
+        with pytest.raises(ValueError, match="nothing that the trainer can run fits"):
             layout_for_recipe(plan_of("llama3-405b", 8, tokens=16 * M))
 
 
 class TestChoice:
-    def test_trainable_search_has_no_recomputation(self) -> None:
-        plan = search(trainable(job("llama3-8b", 32)), top=5)
+    def test_trainable_search_finds_what_the_trainer_can_run(self) -> None:
+        asked = job("llama3-8b", 32).replace(limits={"recompute": ("matmuls", "full")})
+        plan = search(trainable(asked), top=5)
         assert all(not untrainable(plan.problem, one) for one in plan.candidates)
+        assert {one.recompute for one in plan.candidates} == {"full"}
+
+    @pytest.mark.parametrize("kind", ["selective", "full"])
+    def test_recipe_recomputes_what_the_plan_does(self, kind: str) -> None:
+        plan = search(job("llama3-8b", 32).replace(limits={"recompute": (kind,)}), top=3)
+        one = layout_for_recipe(plan)
+        assert candidate_recipe(plan.problem, one, name="x").train.recompute == kind
+        assert f'recompute = "{kind}"' in recipe_toml(plan.problem, one, name="x")
 
 
 class TestPublished:
@@ -244,7 +254,7 @@ def problem_layout(plan: RunPlan) -> dict[str, tuple[int | str, ...]]:
     """A recipe's layout as limits of a search."""
     limits: dict[str, tuple[int | str, ...]] = {name: (getattr(plan.grid, name),) for name in ("tp", "cp", "pp", "dp")}
     limits |= {"virtual_stages": (plan.schedule.v,), "micro_batch": (plan.recipe.pipeline.micro_batch,)}
-    limits |= {"schedule": (plan.schedule.kind,), "recompute": ("none",)}
+    limits |= {"schedule": (plan.schedule.kind,), "recompute": (plan.recompute[0],)}
     return limits
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,7 +52,10 @@ def test_says_what_is_guessed_and_tight() -> None:
     high, room = plan.problem.stack.allocator_band[1], out["problem"]["usable_bytes"]
     for one in out["candidates"]:
         assert one["has_spare"] == (one["memory_bytes"] * high <= room)
-        assert bool(one["untrainable"]) == (one["recompute"] != "none")
+        assert one["untrainable"] == []
+    best = replace(plan.candidates[0], recompute="matmuls")
+    (said,) = dumped(plan=replace(plan, candidates=(best,)))["candidates"][0]["untrainable"]
+    assert said.startswith('recompute = "matmuls"')
 
 
 def test_rules() -> None:

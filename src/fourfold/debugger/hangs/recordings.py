@@ -7,11 +7,9 @@ hold, so nothing is read that is more than dicts, lists, tuples, numbers and str
 
 from __future__ import annotations
 
-import gc
 import gzip
 import io
 import math
-import pickle
 import re
 import zlib
 from collections import Counter
@@ -21,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from fourfold.debugger.pickles import unpickled
 
 _RANK = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle|pt|bin|dump|gz))*$")
 _DIRECTION = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
@@ -205,16 +205,6 @@ def _without_batches(entries: Sequence[_Entry]) -> list[_Entry]:
     return rest
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads containers, numbers and strings, and nothing that is named."""
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        raise pickle.UnpicklingError(f"it holds {module_name}.{global_name}, which no dump does")
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to something outside, which no dump does")
-
-
 def _content(path: Path) -> Any:
     data = path.read_bytes()
     if not data:
@@ -224,22 +214,11 @@ def _content(path: Path) -> Any:
             data = gzip.decompress(data)
         if data.lstrip()[:1] in (b"{", b"["):
             return msgspec.json.decode(data)
-        return _unpickled(data)
+        return unpickled(io.BytesIO(data))
     except MemoryError:
         raise ValueError(f"{path} is damaged: it asks for more memory than there is") from None
     except Exception as error:  # what a damaged pickle raises is not limited to anything
         raise ValueError(f"{path} is damaged: {str(error) or type(error).__name__}") from None
-
-
-def _unpickled(data: bytes) -> Any:
-    """With Python's search for garbage put off, which takes two thirds of the time otherwise."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return _PlainUnpickler(io.BytesIO(data)).load()
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _entry(raw: Any) -> _Entry | None:

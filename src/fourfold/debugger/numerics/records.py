@@ -22,6 +22,7 @@ from fourfold.debugger.numerics.fingerprints import Fingerprint, Fingerprinter
 from fourfold.layout import Grid
 
 FORMAT = 1
+FOLDER = "numerics"  # of a run
 SEQUENCE_BITS = 32  # of a token's number, those below are its place in the sequence
 PADDING = -1  # number of a row that is padding
 
@@ -162,7 +163,7 @@ def _encode(record: RankStep) -> bytes:
             tensors[f"values/{number}"] = seen.values.contiguous()
     if record.seen:
         for column in Fingerprint._fields:
-            tensors[column] = torch.cat([getattr(seen.fingerprint, column) for seen in record.seen])
+            tensors[column] = torch.cat([getattr(seen.fingerprint, column) for seen in record.seen]).cpu()
     for micro_batch, (tokens, positions) in record.positions.items():
         tensors[f"tokens/{micro_batch}"], tensors[f"positions/{micro_batch}"] = tokens, positions
     about = {

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from multiprocessing import connection, get_context
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from fourfold.debugger.reading import columns, ranks
 from fourfold.debugger.reading.kineto import named_by_default, read_as_it_says
 from fourfold.debugger.reading.trace import UNKNOWN, RankTrace
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _ENDINGS = (".json", ".json.gz")
 _NO_TRACES = ("truth.json", "truth.json.gz")
@@ -74,6 +75,24 @@ def _is_trace(path: Path) -> bool:
 
 
 @dataclass
+class Answer(Generic[T]):
+    """What became of a file: its ranks, or why it could not be read."""
+
+    number: int
+    found: list[tuple[int, T]] = field(default_factory=list)
+    error: str = ""
+
+
+class Reads(Protocol[T_co]):
+    """Reads files by their numbers, in whatever process."""
+
+    @property
+    def files(self) -> Sequence[Path]: ...
+
+    def read(self, number: int) -> Answer[T_co]: ...
+
+
+@dataclass
 class _Reader(Generic[T]):
     """Reads one file after the other. Lives in a process of its own, or in the caller's."""
 
@@ -81,28 +100,19 @@ class _Reader(Generic[T]):
     reduce: Callable[[RankTrace], T]
     keep: bool
 
-    def read(self, number: int) -> _Answer[T]:
+    def read(self, number: int) -> Answer[T]:
         """Of one file."""
         path = self.files[number]
         try:
             traces = _traces(path, keep=self.keep)
             if len(self.files) == 1:
                 traces = named_by_default(traces)
-            return _Answer(number, [(trace.rank, self.reduce(trace)) for trace in traces])
+            return Answer(number, [(trace.rank, self.reduce(trace)) for trace in traces])
         except ValueError as error:
             text = str(error)
-            return _Answer(number, error=text if str(path) in text else f"{path}: {text}")
+            return Answer(number, error=text if str(path) in text else f"{path}: {text}")
         except MemoryError:
-            return _Answer(number, error=f"{path}: not enough memory to read it")
-
-
-@dataclass
-class _Answer(Generic[T]):
-    """What became of a file: its ranks, or why it could not be read."""
-
-    number: int
-    found: list[tuple[int, T]] = field(default_factory=list)
-    error: str = ""
+            return Answer(number, error=f"{path}: not enough memory to read it")
 
 
 def _traces(path: Path, *, keep: bool) -> list[RankTrace]:
@@ -143,14 +153,10 @@ def read_all(
     """
     if not files:
         raise ValueError("no files to read")
-    reader = _Reader(files, reduce, keep)
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(workers or processors, len(files))
-    answers = map(reader.read, range(len(files))) if workers == 1 else _in_parallel(reader, workers)
     owners: dict[int, Path] = {}
     results: dict[int, T] = {}
     errors = []
-    for done, answer in enumerate(answers, start=1):
+    for answer in read_in_parallel(_Reader(files, reduce, keep), workers, progress):
         if answer.error:
             if failed is None:
                 raise ValueError(answer.error)
@@ -165,8 +171,6 @@ def read_all(
                 first, second = sorted((owners[rank], path))
                 raise ValueError(f"{first} and {second} are both of rank {rank}; give one of them")
             owners[rank], results[rank] = path, result
-        if progress is not None:
-            progress(done, len(files))
     if not results:
         raise ValueError(errors[0])
     for error in sorted(errors):
@@ -175,7 +179,21 @@ def read_all(
     return [results[rank] for rank in sorted(results)]
 
 
-def _in_parallel(reader: _Reader[T], workers: int) -> Iterator[_Answer[T]]:
+def read_in_parallel(
+    reader: Reads[T], workers: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> Iterator[Answer[T]]:
+    """What a reader makes of its files, as they are done; workers and progress as in `read_all`."""
+    files = reader.files
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(workers or processors, len(files))
+    answers = map(reader.read, range(len(files))) if workers == 1 else _in_parallel(reader, workers)
+    for done, answer in enumerate(answers, start=1):
+        yield answer
+        if progress is not None:
+            progress(done, len(files))
+
+
+def _in_parallel(reader: Reads[T], workers: int) -> Iterator[Answer[T]]:
     """The answers as they come. Processes are forked, so that `reduce` may be any function."""
     context = get_context("fork")
     ends = []
@@ -224,7 +242,7 @@ def _ended(process: ForkProcess) -> str:
     return f"the process that read it ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
 
 
-def _serve(reader: _Reader, there: connection.Connection, others: Sequence[connection.Connection]) -> None:
+def _serve(reader: Reads, there: connection.Connection, others: Sequence[connection.Connection]) -> None:
     """Reads files by their numbers, until nobody asks any more. Ctrl-C is the parent's to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for end in others:  # of the parent: were they open here, nobody would see it close them

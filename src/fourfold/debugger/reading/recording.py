@@ -137,8 +137,8 @@ class Recorder:
                 self._ranks[_plain(event.pid)] = int(match[1])
 
     def _add(self, kind: Category, events: list[Event], block: Block) -> None:
-        start = _times(events, "ts", block)
-        took = np.maximum(_times(events, "dur", block), 0)  # a missing one, or one below zero, is none
+        start = event_times(events, "ts", block)
+        took = np.maximum(event_times(events, "dur", block), 0)  # a missing one, or one below zero, is none
         names = self._names
         name = [names[e.name] if type(e.name) is str else names[str(e.name)] for e in events]
         try:
@@ -160,7 +160,7 @@ class Recorder:
     def _link(self, arrows: list[Event], block: Block) -> None:
         """Keeps the arrows from launches to kernels, whose numbers do what arguments fail to do."""
         arrows = [e for e in arrows if e.cat == "ac2g" and type(e.id) is int and e.id > 0]
-        for event, at in zip(arrows, _times(arrows, "ts", block).tolist(), strict=True):
+        for event, at in zip(arrows, event_times(arrows, "ts", block).tolist(), strict=True):
             self._arrows[self._threads[_plain(event.pid), _plain(event.tid)], at] = event.id
 
 
@@ -187,7 +187,7 @@ class _Categories(dict):
         return found
 
 
-def _times(events: list[Event], name: Literal["ts", "dur"], block: Block) -> Times:
+def event_times(events: list[Event], name: Literal["ts", "dur"], block: Block) -> Times:
     """In whole nanoseconds."""
     values = [e.ts for e in events] if name == "ts" else [e.dur for e in events]
     found = None if block.is_exact else nanoseconds(values)

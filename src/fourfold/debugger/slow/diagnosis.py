@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fourfold.debugger.memory import Memory
 from fourfold.debugger.reading import find, read_all
 from fourfold.debugger.slow.accounts import Accounts, account, common_steps
 from fourfold.debugger.slow.clocks import Clocks, align
@@ -44,6 +45,7 @@ class Diagnosis:
         meetings, clocks: of traces.
         replays: the steps that were played again.
         device: what computes, "gpu" or "cpu".
+        memory: what the ranks held, if that was recorded beside what they did.
         notes: what a reader should know of the files, a sentence each.
     """
 
@@ -60,6 +62,7 @@ class Diagnosis:
     clocks: Clocks | None = None
     replays: tuple[Replay, ...] = field(default=(), repr=False)
     device: str = "gpu"
+    memory: Memory | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -62,6 +62,8 @@ class MemoryRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Whether a stage's output lives until its backward, which needs its shape only."""
     selective: tuple[Literal["scores", "norms", "product"], ...] = ("scores", "norms", "product")
     """What "selective" recomputes."""
+    selective_within: bool = False
+    """Whether a layer that is recomputed as a whole recomputes these, too, once it is there again."""
 
     scores_transient: float = 4.0
     """Bytes per (query, key) pair and head while attention that is not fused runs backward, beyond what was kept."""
@@ -159,7 +161,7 @@ def sizes(jobs: Jobs, rules: MemoryRules) -> Sizes:
     layer = qkv + out + up + down + 2 * jobs.dim
     matrix = np.maximum(up, qkv)
 
-    full, recomputed = _kept(jobs, rules)
+    full, selective, recomputed = _kept(jobs, rules)
     kept = full + jobs.recomputed_layers * (recomputed - full)
     gathered = 2 * tokens * (jobs.cp - 1) * kv_heads * jobs.head_dim * number  # keys and values of the other CP ranks
     kept_kv = np.where(rules.gathered_kv & (jobs.recompute <= Recompute.SELECTIVE), gathered, 0.0)
@@ -169,8 +171,11 @@ def sizes(jobs: Jobs, rules: MemoryRules) -> Sizes:
     backward = hidden + np.maximum(joined * width, whole_pair - width)
     scores = np.where(jobs.fused_attention, 0.0, rules.scores_transient * number / 2 * _pairs(jobs))
     backward = np.maximum(backward, hidden + scores)
-    # Of layers that differ the worst is one that is recomputed: all of it is there again.
-    transient = backward + (full - recomputed) * (jobs.recomputed_layers > 0) + (gathered - kept_kv)
+    # Of layers that differ the worst is one that is recomputed: all of it is there again, if not what goes for nothing.
+    within = rules.selective_within & (jobs.recompute == Recompute.FULL)
+    again = np.where(within, selective, full)
+    transient = backward + (again - recomputed) * (jobs.recomputed_layers > 0) + (gathered - kept_kv)
+    of_norm = 2.0 - ("norms" in rules.selective) * (within | (jobs.recompute == Recompute.SELECTIVE))
 
     logit = tokens * jobs.padded_vocab / (1 if rules.whole_logits else jobs.tp) * (number / 2)
     head_backward = 2 * logit + rules.head_gradient * table + hidden + whole_pair
@@ -185,7 +190,7 @@ def sizes(jobs: Jobs, rules: MemoryRules) -> Sizes:
         gathered_kv=kept_kv,
         message=hidden,
         output=hidden * rules.stage_outputs,
-        norm=2 * hidden,
+        norm=of_norm * hidden,
         logits=rules.logits_kept * logit,
         layer_transient=transient,
         head_transient=np.maximum(rules.logits_peak * logit, head_backward) - rules.logits_kept * logit,
@@ -195,8 +200,9 @@ def sizes(jobs: Jobs, rules: MemoryRules) -> Sizes:
     )
 
 
-def _kept(jobs: Jobs, rules: MemoryRules) -> tuple[Column, Column]:
-    """Bytes per layer and micro-batch: (of a layer that is not recomputed, of one that is)."""
+def _kept(jobs: Jobs, rules: MemoryRules) -> tuple[Column, Column, Column]:
+    """Bytes per layer and micro-batch: of a layer of which nothing is recomputed, of which what "selective" does is,
+    and of one as the job says."""
     number = np.where(jobs.precision == Precision.FP32, 2.0, 1.0)  # beside 16 bits
     scale = number * jobs.micro_batch * jobs.seq_len / jobs.cp
     hidden = scale * jobs.dim / np.where(jobs.sequence_parallel, jobs.tp, 1)
@@ -233,8 +239,9 @@ def _kept(jobs: Jobs, rules: MemoryRules) -> tuple[Column, Column]:
     )
     # TorchTitan keeps every other matrix product: q, v, gate, down; and what attention made. JAX here: q, k, v, out.
     core = 2 * heads + statistics
+    selective: Column = np.asarray(rules.share * (sum(parts) - dropped))
     of_recompute = (
-        (Recompute.SELECTIVE, rules.share * (sum(parts) - dropped)),
+        (Recompute.SELECTIVE, selective),
         (Recompute.MATMULS, 4 * hidden + 2 * heads + 2 * kv + core + 2 * width),
         (Recompute.FEED_FORWARD, 4 * hidden + 2 * heads + 4 * kv + core),
         (Recompute.FULL, 2 * hidden),
@@ -242,7 +249,7 @@ def _kept(jobs: Jobs, rules: MemoryRules) -> tuple[Column, Column]:
     kept: Column = full
     for recompute, size in of_recompute:
         kept = np.where(jobs.recompute == recompute, size, kept)
-    return full, kept
+    return full, selective, kept
 
 
 @cache

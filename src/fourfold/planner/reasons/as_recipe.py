@@ -1,8 +1,8 @@
 """A candidate of a plan as a recipe that `fourfold train` accepts.
 
-The trainer does less than the planner knows: it keeps all activations, computes in bfloat16 or float32, cuts sequences
-between TP's regions, and shares what ZeRO shards over all dp x cp ranks. A candidate that needs more is refused, and
-`trainable` is the same job with the search held to what can be trained.
+The trainer does less than the planner knows: it recomputes next to nothing or whole layers, computes in bfloat16 or
+float32, cuts sequences between TP's regions, and shares what ZeRO shards over all dp x cp ranks. A candidate that needs
+more is refused, and `trainable` is the same job with the search held to what can be trained.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from fourfold.recipe import (
     Train,
     check,
 )
+from fourfold.recipe.schema import Recompute
 from fourfold.recipe.write import commented_toml, write_new
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ SCHEDULES = ("afab", "1f1b", "interleaved", "flexible", "zb-h1")
 """Kinds of pipeline schedules that the trainer runs."""
 SEARCHED = ("afab", "1f1b", "interleaved", "flexible")
 """Those of them that are looked at unless others are asked for."""
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+"""Of what the planner looks at, what the trainer can make again."""
 _DTYPES = {precision: dtype for dtype, precision in TRAINED_IN.items()}
 _LOOKED_AT = 30  # of the fastest layouts, for one that has memory to spare
 _SET_ME = "/path/to/tokens"
@@ -56,12 +59,14 @@ _WIDTH = 112  # characters of a command's line in the head
 
 def trainable(problem: Problem) -> Problem:
     """The same job, searched only among what the trainer can run."""
-    return problem.replace(limits={**problem.limits, "recompute": ("none",), "schedule": _allowed(problem)})
+    schedules = _allowed(problem, "schedule", SCHEDULES) or SEARCHED
+    recomputes = _allowed(problem, "recompute", RECOMPUTES) or RECOMPUTES
+    return problem.replace(limits={**problem.limits, "recompute": recomputes, "schedule": schedules})
 
 
-def _allowed(problem: Problem) -> tuple[int | str, ...]:
-    asked = problem.limits.get("schedule", SEARCHED)
-    return tuple(kind for kind in asked if kind in SCHEDULES) or SEARCHED
+def _allowed(problem: Problem, dimension: str, runs: Sequence[str]) -> tuple[int | str, ...]:
+    """Of what is asked for, what the trainer runs."""
+    return tuple(kind for kind in problem.limits.get(dimension, ()) if kind in runs)
 
 
 def layout_for_recipe(plan: Plan) -> Candidate:
@@ -79,9 +84,7 @@ def layout_for_recipe(plan: Plan) -> Candidate:
         known = list(searched.candidates)
         if not known:
             why = "there is no legal layout" if searched.infeasible is None else searched.infeasible.constraint
-            raise ValueError(
-                f"no recipe: the trainer keeps all activations, and without recomputation nothing fits: {why}"
-            )
+            raise ValueError(f"no recipe: nothing that the trainer can run fits: {why}")
     return next((one for one in known if has_spare(problem, one)), known[0])
 
 
@@ -116,8 +119,9 @@ def _precision_reason(problem: Problem) -> str:
 def untrainable(problem: Problem, candidate: Candidate) -> tuple[str, ...]:
     """What keeps the trainer from running a candidate; empty if nothing does."""
     reasons = []
-    if candidate.recompute != "none":
-        reasons.append(f'recompute = "{candidate.recompute}": the trainer keeps all activations')
+    if candidate.recompute not in RECOMPUTES:
+        kinds = ", ".join(RECOMPUTES)
+        reasons.append(f'recompute = "{candidate.recompute}": must be one of {kinds} for the trainer')
     if candidate.schedule not in SCHEDULES:
         reasons.append(f'schedule = "{candidate.schedule}": must be one of {", ".join(SCHEDULES)}')
     if candidate.zero not in (1, 2, 3):
@@ -158,6 +162,7 @@ def candidate_recipe(problem: Problem, candidate: Candidate, *, name: str, check
             steps=training_steps(problem.config, problem.seq_len, problem.tokens),
             dtype=_DTYPES[problem.precision],
             device="cuda",
+            recompute=candidate.recompute,  # type: ignore[arg-type]
         ),  # type: ignore[arg-type]
         checkpoint=Checkpoint(every=checkpoint_every),
         timeouts=_timeouts(candidate),
@@ -287,7 +292,12 @@ def _comments(problem: Problem, candidate: Candidate, recipe: Recipe) -> dict[st
         "ends_light": "embedding and head count as a layer each",
         "even": "layers per stage differ by one at most",
     }
+    again = {
+        "selective": "what norms and SwiGLU give, which costs next to nothing",
+        "full": "every layer from its input: a second forward",
+    }
     comments = {
+        "train.recompute": again.get(candidate.recompute, ""),
         "layout": f"{layout.tp * layout.cp * layout.pp * layout.dp:,} ranks",
         "pipeline.split": split.get(str(recipe.pipeline.split), "layers per stage"),
         "batch.sequences": f"x {batch.seq_len:,} = {problem.tokens:,} tokens per step",

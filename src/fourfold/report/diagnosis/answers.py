@@ -9,8 +9,10 @@ import msgspec
 
 from fourfold.debugger.ask import Answer
 from fourfold.debugger.hangs import Hang
+from fourfold.debugger.memory import Memory
 from fourfold.debugger.slow.diagnosis import Diagnosis
 from fourfold.report.diagnosis.as_json import diagnosis_json
+from fourfold.report.diagnosis.memory import answer_of_memory_json, memory_page, memory_text
 from fourfold.report.diagnosis.page import diagnosis_page
 from fourfold.report.diagnosis.tables import table_json, table_page, table_text
 from fourfold.report.diagnosis.text import diagnosis_text
@@ -21,7 +23,10 @@ from fourfold.report.hangs import hang_text
 def answer_text(found: Answer) -> str:
     """For the terminal."""
     if isinstance(found, Diagnosis):
-        return diagnosis_text(found)
+        memory = "" if found.memory is None else f"\n\n{memory_text(found.memory)}"
+        return f"{diagnosis_text(found)}{memory}"
+    if isinstance(found, Memory):
+        return memory_text(found)
     if isinstance(found, Hang):
         return hang_text(found, head="", stacks=True).lstrip("\n")
     return table_text(found)
@@ -34,6 +39,8 @@ def answer_json(found: Answer) -> dict[str, Any]:
     if isinstance(found, Hang):
         verdict = "hang" if found.causes or found.stuck else "no hang"
         return _finite({"format": 1, "verdict": verdict, **msgspec.to_builtins(found, str_keys=True)})
+    if isinstance(found, Memory):
+        return _finite(answer_of_memory_json(found))
     return _finite(table_json(found))
 
 
@@ -52,4 +59,6 @@ def answer_page(found: Answer) -> Page:
         return diagnosis_page(found)
     if isinstance(found, Hang):
         raise ValueError("--html: of a hang there is no page; the text says all")
+    if isinstance(found, Memory):
+        return memory_page(found)
     return table_page(found)

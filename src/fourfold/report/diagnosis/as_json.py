@@ -10,6 +10,7 @@ from fourfold.debugger.reading.trace import Work
 from fourfold.debugger.slow import Culprit, Diagnosis
 from fourfold.debugger.slow.accounts import AWAITED, HOST
 from fourfold.debugger.slow.known import mean
+from fourfold.report.diagnosis.memory import memory_json
 from fourfold.report.diagnosis.words import paragraph
 
 
@@ -44,6 +45,7 @@ def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
             "residual_ns": found.clocks.residual,
         },
         "ranks": [_rank(found, rank) for rank in np.flatnonzero(accounts.present).tolist()],
+        "memory": None if found.memory is None else memory_json(found.memory),
         "notes": list(found.notes),
     }  # fmt: skip
 

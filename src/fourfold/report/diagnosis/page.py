@@ -13,6 +13,7 @@ from fourfold.debugger.slow.chain import Chains
 from fourfold.layout import join_ranks
 from fourfold.report import drawing
 from fourfold.report.diagnosis.around import centre, culprit_ends, culprit_ranks, worst_step
+from fourfold.report.diagnosis.memory import memory_heat_maps, memory_paragraph, memory_tables
 from fourfold.report.diagnosis.replayed import replay_timeline
 from fourfold.report.diagnosis.text import evidence, rank_rows
 from fourfold.report.diagnosis.timeline import trace_timeline
@@ -45,15 +46,25 @@ def diagnosis_page(found: Diagnosis) -> drawing.Page:
     if waiting is not None and waiting.whole > 0:
         tables += [chain_table(waiting, grid), ends_table(waiting, grid)]
     chain = (whole_sentence(waiting), chain_sentence(waiting)) if waiting is not None else ()
+    memory = found.memory
     return drawing.Page(
         title=f"{found.path.name or found.path}: {_headline(found)}",
         summary=tuple(_summary(found)),
         warnings=() if found.verdict.answer == "healthy" else (_ANSWER,),
-        findings=tuple(text for text in (paragraph(found), *chain) if text),
+        findings=tuple(text for text in (paragraph(found), *chain, memory and memory_paragraph(memory)) if text),
         timeline=timeline,
         splits=tuple(_splits(found)),
-        heat_maps=tuple(_heat_maps(found)) if grid.size > 1 else (),
-        tables=(*tables, *_search_tables(found), _ranks_table(found), *_what_if_table(found)),
+        heat_maps=(
+            *(_heat_maps(found) if grid.size > 1 else ()),
+            *(() if memory is None else memory_heat_maps(memory)),
+        ),
+        tables=(
+            *tables,
+            *_search_tables(found),
+            _ranks_table(found),
+            *_what_if_table(found),
+            *(() if memory is None else memory_tables(memory)),
+        ),
         notes=tuple(evidence(found)),
     )
 

@@ -42,7 +42,8 @@ class Seeing:
             numbers[index].where(torch.from_numpy(shard.index) >= 0, PADDING)
             for index, shard in zip(held, cut, strict=True)
         ]
-        own = [list(part.chunk(grid.tp)) for part in tokens]
+        own = [[share.clone() for share in part.chunk(grid.tp)] for part in tokens]
+        first_token = numbers[:1].clone()
 
         def see(kind: Kind, name: str, stage: int, parts: Parts) -> None:
             if not self._everything or stage < self._phase.schedule.num_frozen_stages * (kind is Kind.ARRIVING):
@@ -51,7 +52,7 @@ class Seeing:
             for c, row in enumerate(parts):
                 for t, part in enumerate(row):
                     rank = grid.rank(tp=t, cp=c, pp=pp, dp=group)
-                    rows_of_part = self._rows(name, numbers, tokens[c], own[c][t])
+                    rows_of_part = self._rows(name, first_token, tokens[c], own[c][t])
                     firsts, width = self._columns(name, part, t)
                     self.records[rank].see(
                         self._maker, kind, name, part, rows=rows_of_part, first=firsts, width=width, micro_batch=number
@@ -59,10 +60,10 @@ class Seeing:
 
         return see
 
-    def _rows(self, name: str, numbers: Tensor, tokens: Tensor, own: Tensor) -> Tensor:
+    def _rows(self, name: str, first_token: Tensor, tokens: Tensor, own: Tensor) -> Tensor:
         last = name.rpartition(".")[2]
         if last == "cross_entropy":
-            return numbers[:1]
+            return first_token
         return own if last in OF_OWN_TOKENS or last.isdecimal() else tokens
 
     def _columns(self, name: str, part: Tensor, t: int) -> tuple[int, int]:

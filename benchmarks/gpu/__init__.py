@@ -1,0 +1,1 @@
+"""What only a GPU can tell, in one call of ``benchmarks/gpu.sh``; ``docs/measured.md`` says what it prints."""

@@ -1,0 +1,162 @@
+"""Runs one training step of one rank for dry, and reads what it held and sent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fourfold.layout import Doing, attention_pairs, shards
+from fourfold.model import Batch, Ops, attention
+from fourfold.model.attention import varlen
+from fourfold.model.llama import Attention, FeedForward
+from fourfold.parallel import LocalBatch, ParallelModel, connect
+from fourfold.parallel.context import gather_keys_values
+from fourfold.parallel.torch_private import held_by_fsdp, pretended_ranks, pretended_tensors
+from fourfold.recipe import RunPlan
+from fourfold.trainer.dry_run.results import DryRank, Held, Traffic
+from fourfold.trainer.dry_run.watcher import Watcher
+from fourfold.trainer.optimizer import make_optimizer
+
+CPU = torch.device("cpu")
+
+
+def runs_on_gpu(plan: RunPlan) -> bool:
+    """Whose attention kernel runs: a GPU's unless the recipe says CPU, or leaves it open and names no GPU."""
+    device = plan.recipe.train.device
+    return device == "cuda" or (device == "auto" and plan.recipe.cluster.gpu is not None)
+
+
+def dry_run(plan: RunPlan, rank: int) -> DryRank:
+    """One step of one rank, in the plan's first phase, as it is once the optimizer has its moments.
+
+    Every row of the batch is one document. Where the recipe compiles, what is compiled runs as it is written.
+
+    Raises:
+        ValueError: there is no such rank.
+    """
+    began, coordinates = time.monotonic(), plan.grid.coordinates(rank)
+    recipe, on_gpu = plan.recipe, runs_on_gpu(plan)
+    eager = msgspec.structs.replace(recipe, train=msgspec.structs.replace(recipe.train, compile=False))
+    plan = replace(plan, recipe=eager)
+    watcher = Watcher(on_gpu=on_gpu, pairs=_pairs(plan, coordinates.cp))
+    tensors = pretended_tensors()
+
+    def weights(name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
+        with tensors:
+            return torch.empty([len(range(*cut.indices(size))) for cut, size in zip(slices, shape, strict=True)])
+
+    with pretended_ranks(rank, plan.grid.size):
+        groups = connect(plan.grid, "cpu", ordered=recipe.train.ordered, recorder=watcher.recorder)
+        # Not among pretended tensors: groups of ranks are made of real ones.
+        model = ParallelModel(plan, groups, weights=weights, device=CPU)
+        _observe(model, watcher, on_gpu=on_gpu)
+        with tensors, watcher.watching(lambda stage: _name(watcher, model, stage)):
+            _step(model, watcher, on_gpu=on_gpu)
+    reading = watcher.ledger.read()
+    return DryRank(
+        rank=rank,
+        at=coordinates,
+        stages=tuple(model.stages),
+        parameters=sum(_on_tensor_rank(parameter, plan.grid.tp) for parameter in _parameters(model)),
+        most=reading.most,
+        peak=reading.peak,
+        kept=reading.peak_of(Held.ACTIVATIONS),
+        traffic=tuple(_traffic(watcher, recipe.cluster.gpus_per_node)),
+        flops=watcher.flops,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _micro_batch(plan: RunPlan) -> tuple[Batch, list[tuple[int, ...]]]:
+    """A micro-batch of one data-parallel group: every row is one document."""
+    rows = [(plan.phases[0].seq_len,)] * plan.recipe.pipeline.micro_batch
+    return Batch.from_rows(torch.zeros(sum(map(sum, rows)), dtype=torch.int64), rows), rows
+
+
+def _pairs(plan: RunPlan, cp_rank: int) -> int:
+    """(query, visible key) pairs of a micro-batch on one context-parallel rank, per head."""
+    _, rows = _micro_batch(plan)
+    cut = shards(rows, cp=plan.grid.cp, strategy=plan.recipe.layout.cp_split, multiple_of=plan.grid.tp)
+    return attention_pairs(rows, cut[cp_rank])
+
+
+def _observe(model: ParallelModel, watcher: Watcher, *, on_gpu: bool) -> None:
+    """Lets the watcher know which part of a backward is a forward made again, and gives attention the right kernel."""
+    cp = model.groups.cp
+
+    def attend_on_gpu(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        assert isinstance(batch, LocalBatch)
+        k, v = gather_keys_values(k, v, batch.key_order, cp)
+        return attention(q, k, v, batch, kernel=varlen)
+
+    for stage in model.stages.values():
+        for module in stage.module.modules():
+            if on_gpu and isinstance(ops := getattr(module, "ops", None), Ops):
+                module.ops = replace(ops, attend=attend_on_gpu)
+            if isinstance(module, Attention | FeedForward):
+                module.register_forward_pre_hook(lambda module, inputs: watcher.computes(True))
+                module.register_forward_hook(lambda module, inputs, out: watcher.computes(False), always_call=True)
+
+
+def _step(model: ParallelModel, watcher: Watcher, *, on_gpu: bool) -> None:
+    """What the training loop does in a step."""
+    plan, settings, doing = model.plan, model.plan.recipe.optimizer, model.groups.recorder.doing
+    weights = model.gradients.weights
+    optimizer = make_optimizer(weights, settings, tied=plan.config.tied)
+    if on_gpu:  # where PyTorch's default is to update many tensors at once, which needs more memory for a moment
+        for group in optimizer.param_groups:
+            group["foreach"] = True
+    watcher.name([_local(parameter) for parameter in _parameters(model)], Held.MASTER)
+    for weight in weights:
+        weight.local.grad = torch.zeros_like(weight.local)
+    optimizer.step()  # makes the moments, which are there from the second step on
+    model.zero_grad()
+    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    watcher.name([value for value in state if value.ndim], Held.OPTIMIZER)
+    watcher.begin()
+    micro_batch = _micro_batch(plan)
+    model.forward_backward([micro_batch] * plan.num_micro_batches)
+    with doing(Doing.NORM):
+        norm = model.gradients.norm(settings.clip_norm_type)
+    with doing(Doing.STEP):
+        model.gradients.clip(norm, settings.clip_norm or norm)
+        model.gradients.hand_over()
+        optimizer.step()
+    model.zero_grad()
+
+
+def _name(watcher: Watcher, model: ParallelModel, stage: int) -> None:
+    """Says what FSDP holds of a stage at the end of an action."""
+    if stage in model.stages:
+        held = held_by_fsdp(model.stages[stage].module)
+        for kind, tensors in ((Held.GATHERED, held.weights), (Held.SUMS, held.sums), (Held.SHARDS, held.shards)):
+            watcher.name(tensors, kind)
+
+
+def _parameters(model: ParallelModel) -> Iterator[DTensor]:
+    for stage in model.stages.values():
+        for parameter in stage.module.parameters():
+            assert isinstance(parameter, DTensor)
+            yield parameter
+
+
+def _local(parameter: DTensor) -> Tensor:
+    with torch.no_grad():
+        return parameter.to_local()
+
+
+def _on_tensor_rank(parameter: DTensor, tp: int) -> int:
+    """Elements of a parameter that one rank computes with."""
+    return parameter.numel() if parameter.placements[-1].is_replicate() else parameter.numel() // tp
+
+
+def _traffic(watcher: Watcher, gpus_per_node: int) -> Iterator[Traffic]:
+    for alike, (count, num_bytes) in watcher.traffic.items():
+        nodes = {rank // gpus_per_node for rank in alike.ranks}
+        yield Traffic(**alike._asdict(), count=count, bytes=num_bytes, link="network" if len(nodes) > 1 else "node")
