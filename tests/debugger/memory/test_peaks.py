@@ -41,6 +41,11 @@ def test_a_leak_and_where(tmp_path: Path) -> None:
     assert found.peak.bytes == (16 + 11) * MIB
 
 
+def test_the_last_step_may_leave_what_the_next_would_free(tmp_path: Path) -> None:
+    found = steps(tmp_path, *[[(MIB, LEAK)]] * 3, [(MIB, LEAK), (MIB // 2, LEAK)])
+    assert found.growth.leaks == MIB
+
+
 @pytest.mark.parametrize(
     "kept",
     [

@@ -47,6 +47,10 @@ def test_a_rank_holds_more_than_its_peers(tmp_path: Path) -> None:
     assert sizes == [(40, 31, 9), (25, 21, 4)]
 
 
+def test_two_that_hold_more_do_not_hide_each_other(tmp_path: Path) -> None:
+    assert [one.rank for one in ask(job(tmp_path, more={2: 9, 6: 9})).uneven] == [2, 6]
+
+
 def test_a_little_more_is_none(tmp_path: Path) -> None:
     assert ask(job(tmp_path, more={5: 2})).uneven == ()  # 23 of 21 MiB
 

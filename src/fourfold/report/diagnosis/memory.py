@@ -143,7 +143,10 @@ def _leak(found: Memory, device: DeviceMemory) -> str:
 
 def _uneven(found: Memory, device: DeviceMemory) -> str:
     first = found.uneven[0]
-    return f"{_over(first)} {_held(device)} Ranks of a pipeline rank should hold the same, whatever their documents."
+    return (
+        f"{_over(first)} The peak came {_when(device.peak)}. Ranks of a pipeline rank should hold the same, whatever "
+        "their documents."
+    )
 
 
 def _over(one: Uneven) -> str:
