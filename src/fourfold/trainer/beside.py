@@ -18,7 +18,7 @@ import torch
 
 from fourfold.data import sources
 from fourfold.data.stream import Position
-from fourfold.debugger.numerics.compare import Comparison, compare_folders
+from fourfold.debugger.numerics.compare import Comparison, compare_records
 from fourfold.debugger.numerics.ordered import OrderedReference
 from fourfold.debugger.numerics.plain import PlainRun
 from fourfold.debugger.numerics.records import RankStep, write
@@ -81,15 +81,16 @@ def run_beside(plan: RunPlan, *, steps: int, say: Callable[[str], None] = lambda
         return Beside(
             plan=plan,
             steps=steps,
-            ordered=compare_folders(folder / JOB, folder / ORDERED),
-            plain=compare_folders(folder / JOB, folder / PLAIN),
+            ordered=_compare(plan, folder, ORDERED),
+            plain=_compare(plan, folder, PLAIN),
         )
 
 
 def _beside(plan: RunPlan, steps: int) -> RunPlan:
     """The same run, ordered, recorded, and without all that has no part in its numbers.
 
-    Nothing stops it at the first sign of a fault, as the checks of a run would: the comparison says where it is.
+    Nothing stops it at the first sign of a fault, as the checks of a run would: the comparison says where it is. Code
+    that a compiler makes rounds otherwise than PyTorch's own operations, so none is compiled.
     """
     change, recipe = msgspec.structs.replace, plan.recipe
     if steps > recipe.train.steps:
@@ -98,7 +99,7 @@ def _beside(plan: RunPlan, steps: int) -> RunPlan:
     return check(
         change(
             recipe,
-            train=change(recipe.train, ordered=True, sanity_steps=0, device="cpu"),
+            train=change(recipe.train, ordered=True, compile=False, sanity_steps=0, device="cpu"),
             data=change(recipe.data, validation=()),
             numerics=change(recipe.numerics, steps=f"1-{steps}", tensors="all"),
             profile=Profile(),
@@ -118,6 +119,12 @@ def _check_memory(plan: RunPlan) -> None:
             f"{there / 2**30:,.0f}; take a smaller model for it, as by --set model.num_layers=4 --set model.dim=256"
         )
         raise RecipeError([Problem("model", None, rule)])
+
+
+def _compare(plan: RunPlan, folder: Path, what: str) -> Comparison:
+    names = "the job", {ORDERED: "the ordered reference", PLAIN: "the plain run"}[what]
+    size, dtype = plan.config.vocab_size, plan.recipe.train.dtype
+    return compare_records(folder / JOB, folder / what, names=names, compute=dtype, vocab_size=size)
 
 
 def _prepare(plan: RunPlan, folder: Path) -> Prepared:

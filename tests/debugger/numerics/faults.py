@@ -215,9 +215,9 @@ FAULTS = [
     Change(
         divided_by_the_local_count,
         ("layout.dp=2",),
-        (1, "scalar", "loss"),
-        (-1, 0, 1),
-        (-1,),
+        (1, "arriving", "output"),
+        (0, 1),
+        (0,),
         "divided by a local count",
     ),
     Change(
@@ -339,7 +339,7 @@ ORDERS = [
     Change(
         gradients_of_one_input_in_another_order,
         ("train.dtype=bfloat16",),
-        (1, "arriving", "layers.2.feed_forward.w2"),
+        (1, "arriving", "layers.3.ffn_norm"),
         (0,),
     ),
 ]
