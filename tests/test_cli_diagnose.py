@@ -390,8 +390,8 @@ class TestMemory:
         assert first == (
             "Rank 4 ran out of memory in step 3 at F of stage 1: b/job/big.py:5 g asked for 6.00 MiB, and cuda:0 had "
             "1.00 MiB left. The allocator held 32.0 MiB of it, 16.0 MiB of that in use: most for b/job/work.py:1 f "
-            "(16.0 MiB). Its free 16.0 MiB would have been enough, but the largest piece was 4.00 MiB: memory is fragmented. Set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+            "(16.0 MiB). Its free 16.0 MiB would have been enough, but the largest piece was 4.00 MiB: memory is "
+            "fragmented. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
         )
 
     def test_leak(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,9 +213,10 @@ def test_weights_do_not_depend_on_the_layout() -> None:
     assert all(torch.equal(got[name][: len(want[name])], want[name]) for name in want)
 
 
-def test_outputs_are_freed_before_backward() -> None:
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_outputs_are_freed_before_backward(recompute: str) -> None:
     """A stage's output lives until it is sent; its backward needs only the graph behind it."""
-    case = Case(pp=2, nmb=4, schedule="afab")
+    case = Case(pp=2, nmb=4, schedule="afab", recompute=recompute)
 
     def work(rank: int) -> list[bool]:
         model = make_model(case)

@@ -150,6 +150,22 @@ class TestWhereTheGpuIsKnown:
         planned = paper_candidate(problem, paper_layout(problem))
         assert self.meta(gpu="h100").step_seconds == pytest.approx(planned.step_seconds, rel=1e-6)
 
+    def test_recomputation_costs_time(self) -> None:
+        """Full: a forward more, of what was one forward and a backward of about two. Between stages that do nothing
+        again and some that do all, and within selective, the parts."""
+        layout = {"model": {"preset": "llama3-8b"}, "layout": {"pp": 4}, "batch": {"sequences": 16, "seq_len": 8192}}
+
+        def seconds(recompute: Any) -> float:
+            found = of(**layout, train={"recompute": recompute, "dtype": "bfloat16"}, cluster={"gpu": "h100"})
+            assert found.step_seconds is not None
+            return found.step_seconds
+
+        none, norms, swiglu, selective, full = map(seconds, ("none", "norms", "swiglu", "selective", "full"))
+        assert 1.25 < full / none < 1.4
+        assert none < norms < swiglu < selective < 1.03 * none
+        assert (norms - none) + (swiglu - none) == pytest.approx(selective - none, rel=0.1)
+        assert none < seconds(["full", "none", "none", "none"]) < full
+
     def test_room(self) -> None:
         """An 80 GB H100 has 79.1 GiB for programs, of which 1 GiB is CUDA's and NCCL's (algorithms.md 3.10)."""
         assert self.meta(gpu="h100").usable_bytes == pytest.approx(78.1 * 2**30)

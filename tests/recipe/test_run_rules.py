@@ -22,6 +22,20 @@ def problems(table: Table) -> list[str]:
 
 ILLEGAL: list[tuple[Table, list[str]]] = [
     (
+        {"train": {"recompute": ["full"]}},
+        [
+            'train.recompute = ["full"]: must have one entry per virtual stage, layout.pp = 2 x '
+            'pipeline.virtual_stages = 1, not 1; nearest legal: ["full", "full"]'
+        ],
+    ),
+    (
+        {"train": {"recompute": []}},
+        [
+            "train.recompute = []: must have one entry per virtual stage, layout.pp = 2 x pipeline.virtual_stages = 1, "
+            'not 0; nearest legal: ["none", "none"]'
+        ],
+    ),
+    (
         {"batch": {"phases": [{"after_tokens": 5, "sequences": 3}]}},
         ["batch.phases[0].sequences = 3: must be a multiple of layout.dp = 2; nearest legal: 2, 4"],
     ),

@@ -84,6 +84,19 @@ class TestPlain:
         ):
             assert part in text
 
+    def test_recomputation_stage_by_stage(self) -> None:
+        text = consequences_text(of(**DEMO, train={"recompute": ["full", "none", "none", "norms"]}))
+        assert "stage 0: full: layers are made again" in text
+        assert "stages 1 to 2: nothing; stage 3: norms: " in text
+        assert re.search(r"recompute +selective: ", consequences_text(of(train={"recompute": "selective"})))
+        assert "recompute" not in consequences_text(of(**DEMO))
+
+    def test_numbers_of_a_run_that_mixes_them(self) -> None:
+        text = consequences_text(of(**DEMO, train={"dtype": "bfloat16"}))
+        assert re.search(r"residual stream +bf16 bf16 bf16 +rounded at every addition", text)
+        assert re.search(r"sum over micro-batches +fp32 +fp32", text)
+        assert re.search(r"numbers +all is held, sent and summed in float32", consequences_text(of(**DEMO)))
+
     def test_zero_bubble(self) -> None:
         text = consequences_text(of(layout={"pp": 4}, pipeline={"schedule": "zb-h1"}, batch={"sequences": 8}))
         assert "zb-h1 (1f1b, gradients of weights put off), 1 stage per rank; 8 micro-batches" in text
@@ -132,7 +145,7 @@ class TestPlain:
                 train={"dtype": "bfloat16"},
             )
         )
-        numbers = r"3\.19 B +5\.94 +12\.0 +0\.28 +58\.3-71\.2 +76\.4-89\.3 +115-141"
+        numbers = r"3\.19 B +5\.94 +12\.0 +0\.28 +58\.7-71\.7 +76\.8-89\.8 +115-141"
         assert re.search(rf"^1-14 +8 layers +{numbers}$", text, re.MULTILINE)
         assert re.search(r"^0 +embedding \+ 7 layers ", text, re.MULTILINE)
         assert re.search(r"^15 +7 layers \+ head ", text, re.MULTILINE)

@@ -11,7 +11,7 @@ try:
     from cyclopts import App
 
     from fourfold import __version__
-    from fourfold.cli import data, diagnosing, planning, simulating, training
+    from fourfold.cli import comparing, data, diagnosing, dry_running, planning, simulating, training
     from fourfold.cli.errors import RUN_FAILED
 except KeyboardInterrupt:  # before there is a `main` that could catch it
     sys.exit(130)
@@ -31,7 +31,9 @@ app.command(planning.accuracy)
 app.command(planning.calibrate)
 app.command(simulating.simulate)
 app.command(simulating.figures)
+app.command(dry_running.dry_run)
 app.command(diagnosing.diagnose)
+app.command(comparing.compare)
 app.command(training.train)
 app.command(training.schedule)
 app.command(training.runs)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from fourfold.layout import Run
 from fourfold.model.batch import Batch, RunIndex, see_only_themselves
-
 
 Kernel = Callable[[Tensor, Tensor, Tensor, RunIndex], Tensor]
 """(q, k, v, runs) -> [queries, H, d]; as :func:`attention`, of queries that all see something."""
@@ -82,7 +83,27 @@ def _parts(x: Tensor, runs: Sequence[Run]) -> Sequence[Tensor]:
     if see_only_themselves(runs):
         # One cat in backward, instead of a sum of as many zero-padded tensors as there are runs.
         return x[: sum(lengths)].split(lengths)
-    return [x[run.key_start : run.key_start + run.key_length] for run in runs]
+    return Overlapping.apply(x, runs)
+
+
+class Overlapping(Function):
+    """The keys (or values) of each run, which may have some in common: ``apply(x [N, KV, d], runs) -> tuple of views``.
+
+    The gradient of a key that two runs see is their sum in fp32. Autograd's own would be rounded at each of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, runs: Sequence[Run]) -> tuple[Tensor, ...]:
+        ctx.runs, ctx.length = runs, x.shape[0]
+        return tuple(x[run.key_start : run.key_start + run.key_length] for run in runs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        dtype, wide = grads[0].dtype, torch.promote_types(grads[0].dtype, torch.float32)
+        total = grads[0].new_zeros((ctx.length, *grads[0].shape[1:]), dtype=wide)
+        for run, grad in zip(ctx.runs, grads, strict=True):
+            total[run.key_start : run.key_start + run.key_length] += grad
+        return total.to(dtype), None
 
 
 def _stack(parts: Sequence[Tensor], members: Sequence[int]) -> Tensor:

@@ -189,13 +189,14 @@ class Transfer:
 
 
 def sum_in_rank_order(blocks: Tensor) -> Tensor:
-    """[ranks, ...] -> the sum over ranks, left to right, in at least fp32; it may overwrite ``blocks``.
+    """[ranks, ...] -> the sum over ranks, left to right, in at least fp32.
 
-    ``torch.sum`` promises no order.
+    ``torch.sum`` promises no order. The sum lies in memory of its own: a part of the blocks' would keep all of them.
     """
-    total = blocks[0] if blocks.dtype == torch.float64 else blocks[0].float()
-    for block in blocks[1:]:
-        total.add_(block)
+    first, *others = blocks
+    total = first if first.dtype == torch.float64 else first.float()
+    for block in others:
+        total = total + block if total is first else total.add_(block)
     return total
 
 

@@ -68,6 +68,8 @@ class ParallelModel:
         self.groups = groups
         self.device = device
         dtype = DTYPES[plan.recipe.train.dtype]
+        if device.type == "cuda":  # else cuBLAS may add the parts of a long product in bf16
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.stages = build_stages(plan, groups, weights=weights, dtype=dtype, device=device)
         self.pipeline = Pipeline(self.stages, groups, width=plan.config.dim, dtype=dtype)
         self._forward_schedules: dict[int, Schedule] = {}

@@ -250,8 +250,10 @@ def is_pretended(value: object) -> bool:
 
 @contextmanager
 def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Generator[None]:
-    """Calls ``resized`` after a storage has changed its size, as those of FSDP2's gathered weights do. No operator tells
-    of it; PyTorch's own memory tracker does it this way."""
+    """Calls ``resized`` after a storage has changed its size, as those of FSDP2's gathered weights do.
+
+    No operator tells of it; PyTorch's own memory tracker does it this way.
+    """
     resize = torch.UntypedStorage.resize_
 
     def watched(storage: torch.UntypedStorage, size: int) -> Any:

@@ -14,6 +14,7 @@ from fourfold.planner.arithmetic import (
 from fourfold.planner.consequences import Consequences, LaterPhase, RankConsequences, consequences
 from fourfold.planner.flops import ModelFlops, causal_pairs, model_flops, stage_flops
 from fourfold.planner.machines.hardware import GPUS, Gpu, find_gpu
+from fourfold.planner.precision import Precision, precisions
 
 __all__ = [
     "GPUS",
@@ -23,6 +24,7 @@ __all__ = [
     "LaterPhase",
     "ModelFlops",
     "ParameterCount",
+    "Precision",
     "RankConsequences",
     "StageCount",
     "causal_pairs",

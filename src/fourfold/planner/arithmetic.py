@@ -70,6 +70,7 @@ class StageCount:
 
     held: int  # gathered: what the stage computes with
     gathered: int  # the same in FSDP's buffers, in which every rank's part is as long as the longest
+    at_once: int  # of these, what ZeRO-3 needs at a time: one layer, and what belongs to none
     trained: int  # those of `held` that are not frozen
     held_shard: int  # the part that one FSDP rank keeps between steps, on the rank with most
     trained_shard: int
@@ -87,16 +88,26 @@ def count_stages(
         local = {name: on_tensor_rank(name, shape, config=config, tp=tp) for name, shape in shapes.items()}
         trained = {name: shape for name, shape in local.items() if not is_frozen(name, freeze, tied=config.tied)}
         held_shard = _elements(_shards(local, num_shards))
+        layers = [_elements(_shards(layer, num_shards)) for layer in _by_layer(local).values()]
         counts.append(
             StageCount(
                 held=_elements(local.values()),
                 gathered=num_shards * held_shard,
+                at_once=num_shards * (held_shard - sum(layers) + max(layers, default=0)),
                 trained=_elements(trained.values()),
                 held_shard=held_shard,
                 trained_shard=_elements(_shards(trained, num_shards)),
             )
         )
     return tuple(counts)
+
+
+def _by_layer(local: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Sequence[int]]]:
+    layers: dict[str, dict[str, Sequence[int]]] = {}
+    for name, shape in local.items():
+        if name.startswith("layers."):
+            layers.setdefault(name.split(".", 2)[1], {})[name] = shape
+    return layers
 
 
 def _elements(shapes: Iterable[Sequence[int]]) -> int:
@@ -113,7 +124,7 @@ class Bytes:
 
     master: int  # fp32 weights, sharded over dp x cp; the optimizer updates these
     weights: int  # gathered weights in the compute dtype
-    gradients: int  # fp32 sums of whole stages, before their reduce-scatter
+    gradients: int  # fp32 sums of whole stages, before their reduce-scatter; ZeRO-3 has none
     gradient_shards: int  # fp32, after it
     optimizer: int  # fp32 moments, sharded like the master weights
 
@@ -139,8 +150,8 @@ def rank_bytes(
     """Bytes of one pipeline rank, by playing its FSDP events.
 
     A stage's weights are whole from GATHER to FREE, its gradients from the first backward to REDUCE. So ZeRO-1 in 1F1B
-    order keeps all its stages' gradients whole at once; all-forward-all-backward and ZeRO-2 one stage's; ZeRO-3 one
-    stage's, and one stage's weights (ISCA'25 Figure 4).
+    order keeps all its stages' gradients whole at once; all-forward-all-backward and ZeRO-2 one stage's (ISCA'25 Figure
+    4). ZeRO-3 gathers one layer at a time, and reduces its gradients within the backward that makes them.
     """
     gathered: set[int] = set()
     summing: set[int] = set()
@@ -157,6 +168,8 @@ def rank_bytes(
         elif kind is Kind.REDUCE:
             summing.discard(stage)
     mine = counts[pp_rank :: schedule.pp]
+    if schedule.zero == 3:
+        most_weights, most_gradients = max(c.at_once for c in mine), 0
     trained_shard = sum(c.trained_shard for c in mine)
     return Bytes(
         master=FP32 * sum(c.held_shard for c in mine),

@@ -16,6 +16,7 @@ from fourfold.planner.arithmetic import (
     rank_bytes,
 )
 from fourfold.planner.memory.peak import RESERVED
+from fourfold.planner.precision import Precision, precisions
 from fourfold.planner.memory.walk import RankMemory
 from fourfold.planner.run_memory import run_memory
 from fourfold.planner.run_time import run_cluster, run_seconds
@@ -85,6 +86,8 @@ class Consequences:
     zero: int
     zero_reason: str
     num_frozen_stages: int
+    recompute: tuple[str, ...]  # what backward makes again, by virtual stage
+    precisions: tuple[Precision, ...]  # what is held, sent and summed in which numbers
     ranks: tuple[RankConsequences, ...]  # by pipeline rank; bytes and in-flight peaks are the largest of all phases
     later_phases: tuple[LaterPhase, ...]  # other batches, in order
     step_seconds: float | None  # predicted, of the first phase; None: unknown
@@ -130,6 +133,8 @@ def consequences(plan: RunPlan) -> Consequences:
         zero=plan.zero,
         zero_reason=plan.zero_reason,
         num_frozen_stages=schedule.num_frozen_stages,
+        recompute=plan.recompute,
+        precisions=precisions(plan),
         ranks=tuple(_rank(plan, memory, counts) for memory in run_memory(plan, timelines)),
         later_phases=tuple(map(_later, plan.phases[1:], timelines[1:])),
         step_seconds=run_seconds(plan, machines, timelines[0].program),

@@ -1,5 +1,5 @@
-"""What one rank of a run computes in a step, with all that model FLOPs leave out: padding, what every TP rank does alike,
-and what backward makes again."""
+"""What one rank of a run computes in a step, with all that model FLOPs leave out: padding, what TP ranks do alike, and
+what backward makes again."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from fourfold.recipe import RunPlan, split_dimension, stage_shapes
 
 FP64 = 8
 OF_TOKENS = 3  # numbers per token and TP rank that the loss gathers: maximum, mass, target
-EXCHANGE = "exchange"  # of the gradients of both ends of a tied model
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +215,7 @@ class _Rank:
             end = plan.stages[mine[0]] if first else plan.stages[mine[-1]]
             name = "tok_embeddings.weight" if first else "output.weight"
             for kind in ("send", "receive"):
-                yield "pp", kind, "float32", EXCHANGE, 1, FP32 * self._shard([name], end)
+                yield "pp", kind, "float32", Doing.SUM, 1, FP32 * self._shard([name], end)
         yield self._total("world", plan.grid.size, Doing.SUM, 1)
         infinite = plan.recipe.optimizer.clip_norm_type == float("inf")
         yield self._total("world", plan.grid.size, Doing.NORM, 1 + infinite, sums=not infinite)

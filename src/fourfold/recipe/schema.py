@@ -10,7 +10,6 @@ from typing import Literal
 
 import msgspec
 
-
 Recompute = Literal["none", "norms", "swiglu", "selective", "full"]
 """What backward makes again, in a virtual stage."""
 
@@ -301,7 +300,7 @@ class Profile(Section, frozen=True, kw_only=True):
     ranks: str = ""
     """Ranks and ranges of them: "0-7,16"; empty: all."""
     memory: bool = False
-    """Record what memory they take and for what, too: on a GPU a snapshot of PyTorch's allocator, on a CPU in the trace."""
+    """Record what takes memory, too: on a GPU a snapshot of PyTorch's allocator, on a CPU in the trace."""
 
 
 class Numerics(Section, frozen=True, kw_only=True):

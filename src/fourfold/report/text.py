@@ -25,6 +25,12 @@ _ORDER = {
     "flexible": "flexible interleaved 1f1b",
     "zb-h1": "zb-h1 (1f1b, gradients of weights put off)",
 }
+_AGAIN = {
+    "norms": "norms: what norms give is made again in backward",
+    "swiglu": "swiglu: the product of SwiGLU is made again in backward",
+    "selective": "selective: what norms and SwiGLU give is made again in backward",
+    "full": "full: layers are made again from their input, a second forward",
+}
 
 
 def format_bytes(count: float) -> str:
@@ -84,9 +90,9 @@ def _render(what: Consequences, *, pretty: bool) -> RenderableType:
         facts.add_row(label, Text(sentence, style="yellow" if label == "note" else ""))
     legend = Text(_legend(what), style="dim")
     title = Text.assemble("Plan for ", (what.name, "bold"))
-    return Group(
-        title, Padding(facts, (0, 0, 1, 2)), Text(_title(what), style="bold"), _memory(what, pretty=pretty), legend
-    )
+    memory = Text(_title(what), style="bold"), _memory(what, pretty=pretty), legend
+    numbers = (Text(), Text("Numbers", style="bold"), _numbers(what, pretty=pretty)) if _mixes(what) else ()
+    return Group(title, Padding(facts, (0, 0, 1, 2)), *memory, *numbers)
 
 
 def _facts(what: Consequences) -> list[tuple[str, str]]:
@@ -99,6 +105,10 @@ def _facts(what: Consequences) -> list[tuple[str, str]]:
         ("bubble", _bubble(what)),
         ("sharding", what.zero_reason),
     ]
+    if set(what.recompute) != {"none"}:
+        facts.append(("recompute", _recompute(what.recompute)))
+    if not _mixes(what):
+        facts.append(("numbers", f"all is held, sent and summed in {what.dtype}; gradient norm and loss in float64"))
     facts += [("later", _later(phase)) for phase in what.later_phases]
     facts += [("note", phase.fallback) for phase in what.later_phases if phase.fallback]
     if what.trained_parameters != what.parameters:
@@ -142,6 +152,36 @@ def _bubble(what: Consequences) -> str:
     over_compute, over_total = f"{what.bubble_over_compute:.1%}", f"{what.bubble_over_total:.1%}"
     numbers = f"pp = {what.pp}, {_micro_batches(what)}, {_many(what.virtual_stages, 'stage')} per rank"
     return f"ranks idle for {over_compute} of their computing time, {over_total} of the step ({numbers})"
+
+
+def _recompute(kinds: Sequence[str]) -> str:
+    """What backward makes again, stage by stage where they differ."""
+    if len(set(kinds)) == 1:
+        return _AGAIN[kinds[0]]
+    runs = [(kind, [stage for stage, _ in alike]) for kind, alike in groupby(enumerate(kinds), key=lambda one: one[1])]
+    return "; ".join(
+        f"{_many_of('stage', stages[0], stages[-1])}: {_AGAIN[kind] if kind != 'none' else 'nothing'}"
+        for kind, stages in runs
+    )
+
+
+def _many_of(what: str, first: int, last: int) -> str:
+    """stage 3; stages 3 to 5."""
+    return f"{what} {first}" if first == last else f"{what}s {first} to {last}"
+
+
+def _mixes(what: Consequences) -> bool:
+    """Whether the run computes in less than it sums in."""
+    return what.dtype != "float32"
+
+
+def _numbers(what: Consequences, *, pretty: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD if pretty else None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for title in ("", "held", "sent", "summed", ""):
+        table.add_column(title, no_wrap=title != "" or not pretty)
+    for row in what.precisions:
+        table.add_row(row.what, row.held, row.travels, row.summed, Text(row.note, style="dim"))
+    return table
 
 
 def _later(phase: LaterPhase) -> str:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from fourfold.debugger.numerics.sides import Side, Weights
 from fourfold.model import huggingface
 from fourfold.recipe import ModelConfig, parameter_shapes
 from fourfold.trainer.checkpoint.files import Files, LocalFiles, files_at
@@ -35,7 +36,7 @@ from fourfold.trainer.checkpoint.format import (
 )
 from fourfold.trainer.checkpoint.state import model_of, model_table
 from fourfold.trainer.checkpoint.storage import Box, load_boxes
-from fourfold.trainer.checkpoint.store import Checkpoint
+from fourfold.trainer.checkpoint.store import Checkpoint, find_checkpoint, is_checkpoint
 from fourfold.trainer.checkpoint.tensors import write_tensors
 
 Reader = Callable[[str, tuple[slice, ...]], Tensor]
@@ -114,18 +115,42 @@ def _export_weights(
     dtype: torch.dtype,
 ) -> None:
     """Writes the safetensors files; ``files`` has our names of the weights in each."""
-    index = checkpoint.index()
     ours = {huggingface.name_to_hf(name): name for name in shapes}
+    read = _whole_weights(checkpoint, shapes)
 
     def tensor_of(their_name: str) -> Tensor:
-        name = ours[their_name]
-        box = Box(shapes[name], (0,) * len(shapes[name]), torch.empty(shapes[name]))
-        load_boxes(checkpoint.files, index, {name: (f"model.{name}", box)})
-        return box.memory.to(dtype)
+        return read(ours[their_name]).to(dtype)
 
     for file, names in files.items():
         of_file = {huggingface.name_to_hf(name): shapes[name] for name in names}
         write_tensors(LocalFiles(directory), file, of_file, tensor_of, dtype=dtype, metadata={"format": "pt"})
+
+
+def _whole_weights(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[str], Tensor]:
+    """A reader of a checkpoint's weights by our names, each whole, float32."""
+    index = checkpoint.index()
+
+    def read(name: str) -> Tensor:
+        box = Box(shapes[name], (0,) * len(shapes[name]), torch.empty(shapes[name]))
+        load_boxes(checkpoint.files, index, {name: (f"model.{name}", box)})
+        return box.memory
+
+    return read
+
+
+def side_of_checkpoint(path: Path) -> Side | None:
+    """A checkpoint as `fourfold compare` takes it; None if a path is not the folder of one.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    if not path.is_dir() or not is_checkpoint(path):
+        return None
+    checkpoint = find_checkpoint(path)
+    config = model_of(checkpoint.state().model)
+    shapes = _stored_shapes(config)
+    weights = Weights(checkpoint.path, shapes, _whole_weights(checkpoint, shapes))
+    return Side(path, weights=weights, num_layers=config.num_layers, vocab_size=config.vocab_size)
 
 
 def _export_description(

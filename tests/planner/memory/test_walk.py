@@ -333,6 +333,29 @@ def test_frozen_weights_have_no_gradient() -> None:
     assert last.gradients > 0
 
 
+def test_each_stage_recomputes_what_the_recipe_says() -> None:
+    """Of two ranks the first runs its layers again: it is as in a recipe that does so everywhere, the other as ever."""
+    layout = {"layout": {"pp": 2}, "train": {"dtype": "bfloat16"}}
+    none, full, mixed = (
+        run_memory(plan(**layout | {"train": {"dtype": "bfloat16", "recompute": kinds}}))
+        for kinds in ("none", "full", ["full", "none"])
+    )
+    assert mixed == (full[0], none[1])
+    assert full[0].activations < 0.3 * none[0].activations
+    # The worst moment is the last backward, of 64 tokens: four layers' inputs; cosines and sines of heads of 16.
+    assert full[0].at == "0B7"
+    assert full[0].activations == 4 * 64 * 64 * 2 + 64 * 16 * 4
+
+
+@pytest.mark.parametrize(("recompute", "dropped"), [("norms", 4 * 64), ("swiglu", 2 * 160), ("selective", 4 * 64 + 320)])
+def test_what_goes_for_next_to_nothing(recompute: str, dropped: int) -> None:
+    """Bytes per token of eight layers: two hidden states, and the product of SwiGLU. The head's norm has one more."""
+    train = {"dtype": "bfloat16"}
+    (kept,), (less,) = (run_memory(plan(train=train | extra)) for extra in ({}, {"recompute": recompute}))
+    head = 2 * 64 * (recompute != "swiglu")
+    assert kept.activations - less.activations == 64 * (8 * dropped + head)
+
+
 def test_the_fullest_phase_of_a_run_counts() -> None:
     short = plan(batch={"sequences": 8, "seq_len": 64})
     longer = plan(batch={"sequences": 8, "seq_len": 64, "phases": [{"after_tokens": 1024, "seq_len": 256}]})

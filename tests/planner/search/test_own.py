@@ -8,7 +8,7 @@ from fourfold.planner.machines.cluster import cluster
 from fourfold.planner.search.exact import schedule_of, stages_of
 from fourfold.planner.search.own import OwnLayout, plain_schedule
 from fourfold.planner.search.problem import Problem
-from fourfold.recipe import Batch, Layout, Model, Pipeline, Recipe, check
+from fourfold.recipe import Batch, Layout, Model, Pipeline, Recipe, Train, check
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,14 @@ def test_layout_of_any_recipe_is_what_runs(recipe: Recipe) -> None:
 def test_cut_by_document_is_not_judged() -> None:
     recipe = Recipe(layout=Layout(cp=2, cp_split="per_document"))
     assert "per_document" in str(OwnLayout.of(check(recipe)).unjudged)
+
+
+def test_recomputation_is_judged_where_the_planner_knows_it() -> None:
+    full = OwnLayout.of(check(Recipe(train=Train(recompute="full"))))
+    assert (full.recompute, full.unjudged) == ("full", None)
+    for kinds in ("norms", ("full", "none")):
+        recipe = Recipe(layout=Layout(pp=2), train=Train(recompute=kinds))
+        assert "none, selective and full" in str(OwnLayout.of(check(recipe)).unjudged)
 
 
 def test_plain_names() -> None:

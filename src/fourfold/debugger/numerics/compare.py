@@ -26,9 +26,9 @@ from fourfold.debugger.numerics.stepping import (
     Limits,
     Step,
     alike,
-    by_name,
-    by_rank,
     compute_dtype,
+    name_by_name,
+    rank_by_rank,
 )
 from fourfold.layout import Grid, join_ranks
 from fourfold.layout.grid import DIMENSIONS
@@ -36,15 +36,6 @@ from fourfold.layout.grid import DIMENSIONS
 Source = Path | Sequence[RankStep]
 _SEARCHES = (*places.SEARCHES, *patterns.SEARCHES, *factors.SEARCHES)
 FIRST_AND_SECOND = ("the first run", "the second run")
-
-
-def compare_folders(a: Path, b: Path, *, names: tuple[str, str] = FIRST_AND_SECOND) -> Comparison:
-    """Two folders of records: rank by rank where the layouts are the same, else as whole tensors.
-
-    Raises:
-        ValueError: as for `compare_records`.
-    """
-    return compare_records(a, b, names=names)
 
 
 def compare_records(
@@ -55,8 +46,9 @@ def compare_records(
     compute: str | None = None,
     vocab_size: int | None = None,
     steps: tuple[int, int] | None = None,
+    by_rank: bool | None = None,
 ) -> Comparison:
-    """Two runs' records, whatever their layouts. Where ranks of both hold the same, they are compared rank by rank.
+    """Two runs' records, whatever their layouts.
 
     The first step that differs is judged by its first tensor that does. What follows from it is allowed to grow.
 
@@ -67,17 +59,22 @@ def compare_records(
         compute: dtype of computation, where it is coarser than that of the outputs of operations.
         vocab_size: rows of the embedding and the head from here on are padding; None: not known.
         steps: first and last to look at; default: all that both have.
+        by_rank: whether ranks of one layout are compared with their likes, so that a tensor that one of them lacks is a
+            difference; else whole tensors are. Default: if all ranks of both hold the same parts.
 
     Raises:
-        ValueError: a file is damaged, ranks are missing, or no step is in both.
+        ValueError: a file is damaged, ranks are missing, or no step is in both; or the layouts differ, and ranks are to
+            be compared.
     """
     both = _Both(a, b, steps)
     numbers: list[StepNumbers] = []
-    judge = _Judge(names, vocab_size)
+    judge = _Judge(names, vocab_size, by_rank)
     grids: tuple[Grid, Grid] | None = None
     for number in both.common:
         ranks_a, ranks_b = both.read(number)
         grids = ranks_a[0].grid, ranks_b[0].grid
+        if by_rank and grids[0] != grids[1]:
+            raise ValueError(f"ranks of {layout_text(grids[0])} have no like among those of {layout_text(grids[1])}")
         coarsest = max((compute_dtype(ranks_a), compute_dtype(ranks_b), compute or "float64"), key=ROUNDING.__getitem__)
         numbers.append(judge.look(Step(ranks_a, ranks_b, coarsest)))
     assert grids is not None
@@ -99,12 +96,13 @@ def compare_records(
 class _Judge:
     """Looks at one step after the other. Remembers what differs first, and what differs first by more than order."""
 
-    def __init__(self, names: tuple[str, str], vocab_size: int | None) -> None:
+    def __init__(self, names: tuple[str, str], vocab_size: int | None, by_rank: bool | None) -> None:
         self.first: Divergence | None = None
         self.beyond: Divergence | None = None
         self.findings: tuple[Finding, ...] = ()
         self.notes: list[str] = []
         self.by_rank = False
+        self._wanted = by_rank
         self._names = names
         self._vocab_size = vocab_size
         self._drift: float | None = 0.0  # of the weights after the step before, |a - b| / |b|; None: not known
@@ -114,23 +112,22 @@ class _Judge:
 
     def look(self, step: Step) -> StepNumbers:
         """Judges a step."""
-        self.by_rank = alike(step)
+        self.by_rank = alike(step) if self._wanted is None else self._wanted
         whole = None if self.by_rank else _Whole(step)
-        found = by_rank(step) if whole is None else by_name(step, whole.pairs, whole.unmatched)
+        found = rank_by_rank(step) if whole is None else name_by_name(step, whole.pairs, whole.unmatched)
         if step.number != self._before + 1:
             self._drift = None if self.first is not None or step.number > 1 else 0.0
         if self._drift is None and _begins_alike(step, found):
             self._drift = 0.0
         limits = step.limits(drift=DRIFT * (self._drift or 0.0))
         if found.found and not self._drift:
-            limits = _limits_of_first(step, limits, found)
+            limits = _limits_of_first(step, limits, found, by_rank=self.by_rank)
         found = found.judged(limits)
         if self.first is None:
             self.first = found.found[0] if found.found else None
             self._note(found)
-        if self.beyond is None and found.found:
-            whole = whole or _Whole(step)
-            self._judge(step, found, limits, whole)
+        if self.beyond is None and not self._replicas and (found.found or (whole is not None and any(whole.replicas))):
+            self._judge(step, found, limits, whole or _Whole(step))
         tallies = found.tallies()
         self._drift = next((tally.error for tally in tallies if tally.kind == Kind.WEIGHT), None)
         self._before = step.number
@@ -200,11 +197,11 @@ def _begins_alike(step: Step, found: Differences) -> bool:
     return recorded and not any((each.kind, each.name) == embedding for each in found.found)
 
 
-def _limits_of_first(step: Step, limits: Limits, found: Differences) -> Limits:
+def _limits_of_first(step: Step, limits: Limits, found: Differences, *, by_rank: bool) -> Limits:
     """The limits where all that goes into the first tensor that differs is known to be the same to the bit."""
     first = found.found[0]
     differing = {each.kind for each in found.found}
-    all_known = alike(step) and step.has(Kind.OUTPUT, Kind.ARRIVING)
+    all_known = by_rank and step.has(Kind.OUTPUT, Kind.ARRIVING)
     only_weights = step.has(Kind.GRADIENT) and first.kind in (SCALAR, Kind.WEIGHT) and Kind.GRADIENT not in differing
     return replace(limits, first=(first.kind, first.name)) if all_known or only_weights else limits
 

@@ -19,6 +19,7 @@ class Verdict(StrEnum):
     SAME = "same"  # to the bit
     ORDER = "order"  # of sums: as large as rounding makes it, and nowhere larger
     BUG = "bug"
+    OTHER = "other run"  # the recipes are for other numbers
     UNKNOWN = "unknown"  # what was recorded does not tell
 
 
@@ -51,7 +52,7 @@ class Divergence:
         step: of the run, from 1.
         kind: as in `records.Kind`, or SCALAR.
         name: of the weight, operation or scalar.
-        dtype: in the first run.
+        dtype: in the run where it is coarser.
         rank: global, in the first run, that holds the first row that differs much; -1: unknown.
         place: its coordinates.
         micro_batch: that this row belongs to, within its data-parallel group; -1: none.
@@ -137,6 +138,7 @@ class Comparison:
         beyond: the first that differs by more than order may; None: none does.
         findings: known patterns, the most telling first.
         steps: what both have, by step.
+        weights: those at the end of both, which are compared exactly; None: one of them has none.
         notes: what else should be known, a sentence each.
         by_rank: whether the ranks of both hold the same parts, and each was compared with its like.
     """
@@ -149,6 +151,7 @@ class Comparison:
     beyond: Divergence | None = None
     findings: tuple[Finding, ...] = ()
     steps: tuple[StepNumbers, ...] = ()
+    weights: KindTally | None = None
     notes: tuple[str, ...] = ()
     by_rank: bool = False
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 NUM_SIGNS = 8  # K
 _AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 26}
-"""Elements that are widened to 64 bits at a time, by device. What leaves a processor's cache takes ten times as long."""
+"""Elements widened to 64 bits at a time, by device. What leaves a processor's cache takes several times as long."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -162,7 +162,7 @@ def alike(step: Step) -> bool:
     return all(_entries(record).keys() == others[record.rank] for record in step.a)
 
 
-def by_rank(step: Step) -> Differences:
+def rank_by_rank(step: Step) -> Differences:
     """Of two runs of one layout: every rank's tensors beside each other."""
     found, tensors, padding = [*_scalars(step)], Counter[str](), 0
     names_a, names_b = (
@@ -189,7 +189,7 @@ def by_rank(step: Step) -> Differences:
     return Differences(sorted(found, key=_order), tensors + _num_scalars(step), unmatched, padding)
 
 
-def by_name(
+def name_by_name(
     step: Step, together: Sequence[Pair], unmatched: tuple[list[tuple[str, str]], list[tuple[str, str]]]
 ) -> Differences:
     """Of two runs of any layouts: whole tensors beside each other, as `alignment.pairs` has brought them together."""
@@ -233,7 +233,7 @@ def divergence(step: Step, together: Pair) -> Divergence:
         step=step.number,
         kind=str(together.kind),
         name=together.name,
-        dtype=together.a.dtype,
+        dtype=max(together.a.dtype, together.b.dtype, key=lambda dtype: ROUNDING.get(dtype, 0.0)),
         rank=rank,
         place=step.a[0].grid.coordinates(rank) if rank >= 0 else None,
         micro_batch=micro_batch,

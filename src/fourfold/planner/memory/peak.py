@@ -189,11 +189,12 @@ def backward_transient(
     if not copies and not np.any(embedding):
         return worst
     freed = own * (size.activations + size.gathered_kv)  # of this micro-batch, at the end
+    singles = 2 if rules.weight_gradients == "stage" else 0
     if np.any(embedding):
-        worst = np.maximum(worst, embedding * (size.embedding_transient - freed))
+        made = np.where(jobs.zero >= 3, 0.0, singles * own * size.layer)
+        worst = np.maximum(worst, embedding * (size.embedding_transient + made - freed))
     if copies:
         whole = np.where(jobs.zero >= 3, 0.0, own * size.layer + head * size.head + embedding * size.embedding)
-        singles = 2 if rules.weight_gradients == "stage" else 0
         copied = reduces * jobs.reduce_bytes if rules.reduction_copy else 0
         worst = np.maximum(worst, np.maximum(singles, copied) * whole - freed)
     return worst

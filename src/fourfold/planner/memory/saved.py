@@ -58,8 +58,13 @@ class MemoryRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Whether the inputs of projections are kept whole on every TP rank although sequence parallelism cuts them."""
     gathered_kv: bool = True
     """Whether the keys and values that CP gathers are kept for backward, instead of gathered again."""
+    repeated_kv: float = 0.0
+    """Of a rank's own tokens under CP, the share by which keys grow that attention has once for each of its runs: 0.5,
+    where a row is one document, of which a rank has one chunk near the head and one near the tail."""
     stage_outputs: bool = False
     """Whether a stage's output lives until its backward, which needs its shape only."""
+    rotary: float = 0.0
+    """Per token of a stage and number of a head: cosines and sines, fp32, where they are kept once for all layers."""
     selective: tuple[Literal["scores", "norms", "product"], ...] = ("scores", "norms", "product")
     """What "selective" recomputes."""
     selective_within: bool = False
@@ -75,6 +80,8 @@ class MemoryRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Whether every TP rank has the logits of the whole vocabulary for the loss, instead of its share."""
     head_gradient: float = 2.0
     """Bytes per weight of the head while its gradient is made, beside the sum that it is added to."""
+    wide_embedding: bool = False
+    """Whether a 16-bit embedding's gradient is summed over tokens in fp32, and then rounded."""
 
     static_gradients: bool = False
     """One buffer for all gradient sums through the whole step, instead of from first backward to reduction."""
@@ -163,7 +170,9 @@ def sizes(jobs: Jobs, rules: MemoryRules) -> Sizes:
 
     full, selective, recomputed = _kept(jobs, rules)
     kept = full + jobs.recomputed_layers * (recomputed - full)
-    gathered = 2 * tokens * (jobs.cp - 1) * kv_heads * jobs.head_dim * number  # keys and values of the other CP ranks
+    # Keys and values of the other CP ranks.
+    others = jobs.cp - 1 + rules.repeated_kv * (jobs.cp > 1)
+    gathered = 2 * tokens * others * kv_heads * jobs.head_dim * number
     kept_kv = np.where(rules.gathered_kv & (jobs.recompute <= Recompute.SELECTIVE), gathered, 0.0)
     # The residual's gradient is there all the time. The worst moment is that of the activation function, whose inputs'
     # gradient is as wide as what it kept, or that of the gathered input and its gradient whole.
@@ -177,7 +186,9 @@ def sizes(jobs: Jobs, rules: MemoryRules) -> Sizes:
     transient = backward + (again - recomputed) * (jobs.recomputed_layers > 0) + (gathered - kept_kv)
     of_norm = 2.0 - ("norms" in rules.selective) * (within | (jobs.recompute == Recompute.SELECTIVE))
 
-    logit = tokens * jobs.padded_vocab / (1 if rules.whole_logits else jobs.tp) * (number / 2)
+    logit_16 = tokens * jobs.padded_vocab / (1 if rules.whole_logits else jobs.tp)
+    logit = logit_16 * (number / 2)
+    wide = rules.wide_embedding & (number == 2)
     head_backward = 2 * logit + rules.head_gradient * table + hidden + whole_pair
     return Sizes(
         weight_bytes=np.where(low, rules.fp8_weights + rules.fp8_transposed * _transposing()[jobs.chip], number),
@@ -189,12 +200,15 @@ def sizes(jobs: Jobs, rules: MemoryRules) -> Sizes:
         activations=kept,
         gathered_kv=kept_kv,
         message=hidden,
-        output=hidden * rules.stage_outputs,
+        output=hidden * rules.stage_outputs + np.where(jobs.positions > 0, 0.0, rules.rotary * tokens * jobs.head_dim),
         norm=of_norm * hidden,
         logits=rules.logits_kept * logit,
         layer_transient=transient,
-        head_transient=np.maximum(rules.logits_peak * logit, head_backward) - rules.logits_kept * logit,
-        embedding_transient=number * table + 2 * whole,
+        # What the loss makes of them is fp32 in any case.
+        head_transient=np.maximum(
+            (rules.logits_peak - rules.logits_kept) * logit_16, head_backward - rules.logits_kept * logit
+        ),
+        embedding_transient=(number + 4 * wide) * table + (2 + wide) * whole,
         matrix=matrix,
         shapes=qkv + out + up + down,
     )

@@ -58,8 +58,12 @@ class OwnLayout:
             except RecipeError as error:
                 return cls(unjudged=f"it is not legal for this job: {'; '.join(map(str, error.problems))}")
         recipe, schedule = plan.recipe, plan.schedule
-        kind = plain_schedule(schedule.kind, v=schedule.v, nc=schedule.nc, pp=schedule.pp)
         by_document = plan.grid.cp > 1 and recipe.layout.cp_split == "per_document"
+        kinds = {*plan.recompute}
+        unjudged = 'cp_split = "per_document": the planner knows head_tail alone' if by_document else None
+        if len(kinds) > 1 or not kinds <= RECOMPUTES.keys():
+            unjudged = "train.recompute: the planner knows none, selective and full, one for all stages"
+        kind = plain_schedule(schedule.kind, v=schedule.v, nc=schedule.nc, pp=schedule.pp)
         return cls(
             tp=plan.grid.tp,
             cp=plan.grid.cp,
@@ -71,7 +75,8 @@ class OwnLayout:
             nc=schedule.nc if kind == "flexible" else None,
             zero=plan.zero,
             split=recipe.pipeline.split,
-            unjudged='cp_split = "per_document": the planner knows head_tail alone' if by_document else None,
+            recompute=plan.recompute[0],
+            unjudged=unjudged,
         )
 
     @property

@@ -117,9 +117,10 @@ class Reading:
         """Of all kinds together."""
         return self._at(int(self.held.sum(axis=0).argmax()))
 
-    def peak_of(self, kind: Held) -> Peak:
-        """The moment at which most is held for one thing."""
-        return self._at(int(self.held[list(Held).index(kind)].argmax()))
+    def most_after(self, kind: Held) -> Peak:
+        """The end of an action after which most is held for one thing."""
+        ends = np.append(self.begins[1:], self.held.shape[1]) - 1
+        return self._at(int(ends[self.held[list(Held).index(kind), ends].argmax()]))
 
     def _at(self, line: int) -> Peak:
         column = self.held[:, line]

@@ -19,7 +19,7 @@ from fourfold.parallel import LocalBatch, ParallelModel, connect
 from fourfold.parallel.context import gather_keys_values
 from fourfold.parallel.torch_private import held_by_fsdp, pretended_ranks, pretended_tensors
 from fourfold.recipe import RunPlan
-from fourfold.trainer.dry_run.results import DryRank, Held, Traffic
+from fourfold.trainer.dry_run.results import DryRank, GroupTraffic, Held
 from fourfold.trainer.dry_run.watcher import Watcher
 from fourfold.trainer.optimizer import make_optimizer
 
@@ -59,14 +59,15 @@ def dry_run(plan: RunPlan, rank: int) -> DryRank:
         with tensors, watcher.watching(lambda stage: _name(watcher, model, stage)):
             _step(model, watcher, on_gpu=on_gpu)
     reading = watcher.ledger.read()
+    kept = reading.most_after(Held.ACTIVATIONS)
     return DryRank(
         rank=rank,
         at=coordinates,
         stages=tuple(model.stages),
         parameters=sum(_on_tensor_rank(parameter, plan.grid.tp) for parameter in _parameters(model)),
-        most=reading.most,
+        most=reading.most | {Held.ACTIVATIONS: kept.held[Held.ACTIVATIONS]},
         peak=reading.peak,
-        kept=reading.peak_of(Held.ACTIVATIONS),
+        kept=kept,
         traffic=tuple(_traffic(watcher, recipe.cluster.gpus_per_node)),
         flops=watcher.flops,
         seconds=time.monotonic() - began,
@@ -75,7 +76,7 @@ def dry_run(plan: RunPlan, rank: int) -> DryRank:
 
 def _micro_batch(plan: RunPlan) -> tuple[Batch, list[tuple[int, ...]]]:
     """A micro-batch of one data-parallel group: every row is one document."""
-    rows = [(plan.phases[0].seq_len,)] * plan.recipe.pipeline.micro_batch
+    rows: list[tuple[int, ...]] = [(plan.phases[0].seq_len,)] * plan.recipe.pipeline.micro_batch
     return Batch.from_rows(torch.zeros(sum(map(sum, rows)), dtype=torch.int64), rows), rows
 
 
@@ -156,7 +157,9 @@ def _on_tensor_rank(parameter: DTensor, tp: int) -> int:
     return parameter.numel() if parameter.placements[-1].is_replicate() else parameter.numel() // tp
 
 
-def _traffic(watcher: Watcher, gpus_per_node: int) -> Iterator[Traffic]:
+def _traffic(watcher: Watcher, gpus_per_node: int) -> Iterator[GroupTraffic]:
     for alike, (count, num_bytes) in watcher.traffic.items():
         nodes = {rank // gpus_per_node for rank in alike.ranks}
-        yield Traffic(**alike._asdict(), count=count, bytes=num_bytes, link="network" if len(nodes) > 1 else "node")
+        link = "none" if len(alike.ranks) == 1 else "node" if len(nodes) == 1 else "network"
+        group, kind, dtype, during, ranks = alike
+        yield GroupTraffic(group, kind, dtype, during, count, num_bytes, ranks, link)

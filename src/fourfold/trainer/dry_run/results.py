@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fourfold.layout import Coordinates
+from fourfold.planner.rank_flops import RankFlops
+from fourfold.planner.traffic import Traffic
 
 
 class Held(StrEnum):
@@ -39,45 +41,16 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """Collectives of one group, or messages, that are alike.
+class GroupTraffic(Traffic):
+    """What is sent, with whom.
 
     Attributes:
-        group: "tp", "cp", "dp", "fsdp" or "world"; "pp" for messages.
-        kind: "all_gather", "reduce_scatter", "all_reduce"; "send" or "receive".
-        dtype: of what travels.
-        during: the kind of action, or what else the rank does: "F", "B", "GATHER", "SUM" ...
-        count: per step.
-        bytes: of all of them: of an all-gather the gathered tensor, of a reduce-scatter the one that is scattered.
-        ranks: of the group; of messages the rank itself and all it talks to.
-        link: "node" if these are in one node, else "network"; "self" of a group of one.
+        ranks: of the group; of messages the rank itself and the one it talks to.
+        link: "node" if these are in one node, "network" if not, and "none" of a group of one.
     """
 
-    group: str
-    kind: str
-    dtype: str
-    during: str
-    count: int
-    bytes: int
     ranks: tuple[int, ...]
     link: str
-
-
-@dataclass(frozen=True, slots=True)
-class Flops:
-    """What the step computes on the rank: matrix products, and attention for the pairs that its mask leaves.
-
-    ``again``: the part of both that backward makes a second time.
-    """
-
-    products: int
-    attention: int
-    again: int
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.products + self.attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +62,10 @@ class DryRank:
         at: its coordinates.
         stages: its virtual stages by global index.
         parameters: that it computes with: gathered over dp x cp, cut over TP.
-        most: bytes of each kind at that kind's own peak.
+        most: bytes of each kind at that kind's own peak; of activations as in ``kept``.
         peak: of all together.
-        kept: the most that is kept for backward, and when.
+        kept: when most is kept for backward, at the end of an action. Within one, more may be there for a moment: of a
+            backward in halves, what the first one frees and what it makes for the second.
         traffic: in the order of first occurrence.
         flops: of the step.
         seconds: that the dry run took.
@@ -104,6 +78,30 @@ class DryRank:
     most: Mapping[Held, int]
     peak: Peak
     kept: Peak
-    traffic: tuple[Traffic, ...]
-    flops: Flops
+    traffic: tuple[GroupTraffic, ...]
+    flops: RankFlops
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """One quantity.
+
+    Attributes:
+        what: its name.
+        unit: "parameters", "bytes", "calls" or "FLOPs".
+        found: by the dry run.
+        planned: by the planner.
+        tolerance: relative difference that is known and explained.
+    """
+
+    what: str
+    unit: str
+    found: int
+    planned: int
+    tolerance: float = 0.0
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the difference is within the tolerance."""
+        return abs(self.found - self.planned) <= self.tolerance * max(abs(self.planned), abs(self.found))

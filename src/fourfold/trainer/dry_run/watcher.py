@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,8 +16,9 @@ from fourfold.layout import Doing, Kind
 from fourfold.parallel import Recorder
 from fourfold.parallel.recorder import Entry, Line, Way
 from fourfold.parallel.torch_private import is_pretended, watched_resizes
+from fourfold.planner.rank_flops import RankFlops
 from fourfold.trainer.dry_run.ledger import Account, Ledger
-from fourfold.trainer.dry_run.results import Flops, Held
+from fourfold.trainer.dry_run.results import Held
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
@@ -57,7 +58,8 @@ class DryRecorder(Recorder):
 
     def action(self, kind: str) -> None:
         super().action(kind)
-        self._begins(kind, self.position.stage, self.position.micro_batch)
+        if self.position.stage >= 0:  # else a part of what is done beside the schedule
+            self._begins(kind, self.position.stage, self.position.micro_batch)
 
     @contextmanager
     def doing(self, doing: Doing) -> Generator[None]:
@@ -217,10 +219,10 @@ class Watcher(TorchDispatchMode):
         self._again = forward and self._here[0] in BACK
 
     @property
-    def flops(self) -> Flops:
+    def flops(self) -> RankFlops:
         """So far."""
         (products, attention), again = self._flops[False], self._flops[True]
-        return Flops(products + again[0], attention + again[1], sum(again))
+        return RankFlops(products + again[0], attention + again[1], sum(again))
 
     def product(self, a: Tensor, b: Tensor) -> None:
         """[..., m, k] x [..., k, n] takes 2 m k n for each of its rows and columns."""

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from fourfold.debugger.numerics.fingerprints import Fingerprinter
+from fourfold.debugger.numerics.order import place_in_model
 from fourfold.debugger.numerics.ordered.operations import Parts
 from fourfold.debugger.numerics.ordered.weights import ShardedWeight, of_rank
 from fourfold.debugger.numerics.records import PADDING, Kind, RankStep, token_numbers
 from fourfold.layout import Shard
-from fourfold.recipe import Phase, RunPlan
+from fourfold.recipe import Phase, RunPlan, is_frozen, stage_shapes
 
 OF_OWN_TOKENS = ("tok_embeddings", "attention_norm", "ffn_norm", "norm", "wo", "w2")
 """Operations whose result lies split over TP by tokens; last parts of names. So do the sums at the end of layers."""
@@ -29,6 +30,7 @@ class Seeing:
         self._phase = phase
         self._maker = maker
         self._everything = everything
+        self._reached = _reached(plan, phase.schedule.num_frozen_stages)
 
     def micro_batch(
         self, group: int, number: int, rows: Sequence[Sequence[int]], cut: Sequence[Shard]
@@ -46,7 +48,7 @@ class Seeing:
         first_token = numbers[:1].clone()
 
         def see(kind: Kind, name: str, stage: int, parts: Parts) -> None:
-            if not self._everything or stage < self._phase.schedule.num_frozen_stages * (kind is Kind.ARRIVING):
+            if not self._everything or (kind is Kind.ARRIVING and (stage, _place(name)) < self._reached):
                 return
             pp = stage % grid.pp
             for c, row in enumerate(parts):
@@ -104,3 +106,16 @@ class Seeing:
                     first=weight.first_column(place.tp),
                     width=weight.shape[1] if len(weight.shape) > 1 else 1,
                 )
+
+
+def _reached(plan: RunPlan, num_frozen_stages: int) -> tuple[int, tuple[int, int]]:
+    """The first operation that a gradient reaches, by stage and place: that of the first weight that is trained."""
+    names, freeze = stage_shapes(plan.config, plan.stages)[num_frozen_stages], plan.recipe.train.freeze
+    trained = [name for name in names if not is_frozen(name, freeze, tied=plan.config.tied)]
+    return num_frozen_stages, min(map(_place, trained))
+
+
+def _place(name: str) -> tuple[int, int]:
+    """In the model, of an operation or a weight. A gradient that reaches one result of a product reaches them all."""
+    layer, operation, _ = place_in_model(name)
+    return layer, operation
