@@ -96,6 +96,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             else:
                 losses.append(totals.loss)
             model.zero_grad()
+    eager = {loss for loss, (_, compiled) in zip(losses, wanted, strict=True) if not compiled}
+    assert len(eager) == 1, "what is made again is not what it was"
     medians = [statistics.median(times) for times in seconds]
     return [
         {

@@ -59,8 +59,8 @@ def test_the_same(right: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(right, right) == 0
     lines = printed(capsys).splitlines()
     assert lines[0] == "The same to the bit: 86 tensors in step 1."
-    assert "1     results of operations      15 of 15" in lines
-    assert any(re.fullmatch(r"1 +5\.512346 +5\.512346 +equal .*", line) for line in lines)
+    assert "1     results of operations      30 of 30" in lines
+    assert any(re.fullmatch(r"2 +5\.109877 +5\.109877 +equal .*", line) for line in lines)
 
 
 def test_order(right: Path, order: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What is made again in backward is what it was: every loss, gradient and weight is bitwise that of a run that keeps."""
+"""What is made again is what it was: losses, gradients and weights are bitwise those of a run that keeps everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of numbers: rows that a run has and no others. That they are true is for tests/parallel/test_precision.py."""
+"""The table of numbers has the rows of a run and no others. That they are true is for tests/parallel/test_precision."""
 
 from __future__ import annotations
 

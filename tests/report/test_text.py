@@ -93,8 +93,9 @@ class TestPlain:
 
     def test_numbers_of_a_run_that_mixes_them(self) -> None:
         text = consequences_text(of(**DEMO, train={"dtype": "bfloat16"}))
-        assert re.search(r"residual stream +bf16 bf16 bf16 +rounded at every addition", text)
-        assert re.search(r"sum over micro-batches +fp32 +fp32", text)
+        assert re.search(r"bf16 bf16 bf16 +residual stream \(rounded at every addition\)", text)
+        assert re.search(r"fp32 +fp32 +norms' statistics; .*sum over micro-batches", text)
+        assert re.search(r"fp32 fp32 fp32 .*FSDP reduce-scatter", text)
         assert re.search(r"numbers +all is held, sent and summed in float32", consequences_text(of(**DEMO)))
 
     def test_zero_bubble(self) -> None:
@@ -150,7 +151,7 @@ class TestPlain:
         assert re.search(r"^0 +embedding \+ 7 layers ", text, re.MULTILINE)
         assert re.search(r"^15 +7 layers \+ head ", text, re.MULTILINE)
         assert "Memory per rank in GiB" in text
-        assert len(text.splitlines()) < 20
+        assert len(text.splitlines()) < 30
 
     def test_a_name_is_not_markup(self) -> None:
         assert "Plan for [bold]x" in consequences_text(of(output={"name": "[bold]x"}))

@@ -282,6 +282,7 @@ def test_a_loader_that_meets_a_wrong_token_ends_the_run_with_its_place(folder: P
         (("output.dir=tiny.toml/x",), 'output.dir = "tiny.toml/x": cannot be written to: tiny.toml/x: Not a directory'),
         (("model.path=text",), 'model.path = "text": must be a directory in Hugging Face format'),
         (("train.device=cuda",), 'train.device = "cuda": this machine has no CUDA device'),
+        (("train.compile=true",), "train.compile = true: cannot be had on this machine: no compiler"),
     ],
 )
 def test_a_mistake_ends_before_any_process_and_leaves_nothing(
@@ -293,6 +294,7 @@ def test_a_mistake_ends_before_any_process_and_leaves_nothing(
 
         launch.fork_ranks = start  # type: ignore[assignment]
         launch.torch.cuda.is_available = lambda: False  # type: ignore[assignment]
+        launch.missing_compiler = lambda device: "no compiler"  # type: ignore[assignment]
 
     (folder / "broken.json").write_text("{}")
     done = train(folder, *overrides, patch=patch)

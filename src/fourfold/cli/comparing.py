@@ -36,7 +36,7 @@ def compare(
 
     A recipe beside a reference that makes all its sums in the same order: fourfold compare demo.toml --reference
 
-    Exit code 1: a bug, or runs whose recipes ask for other numbers.
+    Exit code 1: a bug, runs whose recipes ask for other numbers, or what cannot be told.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ def _beside_reference(recipe: Path, steps: str | None, overrides: tuple[str, ...
         return fail(error, USER_ERROR)
     except Stopped as stopped:
         return 128 + stopped.signal
-    except (RankFailure, TimeoutError, OSError, *EXPLAIN_THEMSELVES) as error:
+    except (RankFailure, TimeoutError, OSError, ValueError, *EXPLAIN_THEMSELVES) as error:
         return fail(error, RUN_FAILED)
     ordered, plain = beside.ordered, beside.plain
     print(json.dumps(reference_json(ordered, plain)) if as_json else reference_text(ordered, plain))
@@ -114,7 +114,7 @@ def _beside_reference(recipe: Path, steps: str | None, overrides: tuple[str, ...
 
 
 def _code(found: Comparison) -> int:
-    return DIFFERENT if found.verdict in ("bug", "other run") else 0
+    return DIFFERENT if found.verdict in ("bug", "other run", "unknown") else 0
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -146,8 +146,8 @@ class GatherLinear(Function):
 class LinearScatter(Function):
     """Multiplies with this rank's rows of a weight, and sums and scatters the result over the TP ranks.
 
-    ``apply(x [n, in / tp], weight [D, in / tp], tp, halves, wanted) -> [n / tp, D]``. Keeps the input, or what it can be
-    made of. Where nobody reads the result it is not ``wanted``: then it is not computed, and no number.
+    ``apply(x [n, in / tp], weight [D, in / tp], tp, halves, wanted) -> [n / tp, D]``. Keeps the input, or what it can
+    be made of. Where nobody reads the result it is not ``wanted``: then it is not computed, and no number.
     """
 
     @staticmethod
@@ -165,14 +165,14 @@ class LinearScatter(Function):
         tp, own = ctx.tp, grads[0]
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         x = ctx.make(*parts) if needs_weight else None
-        if needs_weight and ctx.halves.put_off:
+        if x is not None and ctx.halves.put_off:
             # The gradient of this rank's tokens is kept, which is tp times smaller than that of all.
-            ctx.halves.put(Half([weight], partial(tp.start_all_gather, own), lambda full: [full.t() @ x]))
-            needs_weight = False
-        if not (needs_x or needs_weight):
+            ctx.halves.put(Half([weight], partial(tp.start_all_gather, own), lambda full, x=x: [full.t() @ x]))
+            x = None
+        if x is None and not needs_x:
             return None, None, None, None, None
         full = tp.all_gather(own)
-        grad_weight = full.t() @ x if needs_weight else None
+        grad_weight = full.t() @ x if x is not None else None
         return full @ weight if needs_x else None, grad_weight, None, None, None
 
 

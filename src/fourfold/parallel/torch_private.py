@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 MEMORY_ENTRIES = 1_000_000
 """Of the allocator's history so many are kept, the last: each takes some kilobytes of the host's memory. A micro-batch
@@ -177,7 +178,7 @@ class LocalPart(Function):
 
 
 def missing_compiler(device: str) -> str | None:
-    """What ``torch.compile`` lacks to make kernels for "cpu" or "cuda" on this machine, in a sentence; None: nothing."""
+    """What ``torch.compile`` lacks on this machine to make kernels for "cpu" or "cuda", in words; None: nothing."""
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         return "it needs the header Python.h, in Linux distributions a package such as python3-dev"
     if device == "cuda":
@@ -226,6 +227,50 @@ def whole_tensor(tensor: DTensor) -> Tensor:
         logger.setLevel(former)
 
 
+# --- For dry runs ---
+
+OperatorMode = TorchDispatchMode
+"""While it is entered, every operator goes through its ``__torch_dispatch__``."""
+
+QUESTION = torch.ops.aten._local_scalar_dense.default
+"""The operator behind ``item`` and all that asks for a number in a tensor."""
+
+WHERE = torch.ops.prim.device.default
+"""The operator by which PyTorch asks where a tensor is, more often than all others together."""
+
+TRAVELS: dict[Any, Callable[..., Sequence[Tensor]]] = {
+    torch.ops.c10d._allgather_base_.default: lambda out, *rest: [out],
+    torch.ops.c10d.alltoall_base_.default: lambda out, given, *rest: [given],
+    torch.ops.c10d._reduce_scatter_base_.default: lambda out, given, *rest: [given],
+    torch.ops.c10d.allreduce_.default: lambda tensors, *rest: tensors,
+    torch.ops.c10d.send.default: lambda tensors, *rest: tensors,
+    torch.ops.c10d.recv_.default: lambda tensors, *rest: tensors,
+}
+"""Operators of collectives and messages, and of their arguments those whose bytes count: what is gathered, scattered,
+summed or moved."""
+
+ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+"""The kernel of a CPU, forward and backward: q [b, heads, m, d] and k [b, heads, n, d] are the first two arguments, or
+the second and third."""
+
+
+def varlen_attention() -> tuple[Any, Any]:
+    """The same of the kernel of a GPU, q [m, heads, d]. Its operators exist once it is imported."""
+    import torch.nn.attention.varlen
+
+    kernel = torch.ops.torch_attn
+    return kernel._varlen_attn.default, kernel._varlen_attn_backward.default
+
+
+def storage_of(tensor: Tensor) -> tuple[int, torch.UntypedStorage]:
+    """A tensor's storage, after its address."""
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage
+
+
 @contextmanager
 def pretended_ranks(rank: int, size: int) -> Generator[None]:
     """This process as one rank of a job of which no other exists: collectives return at once, with nothing in them."""
@@ -243,14 +288,19 @@ def pretended_tensors() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def pretended_device(tensor: Any) -> torch.device:
+    """Where a pretended tensor would be: the answer to ``WHERE``, on a short way."""
+    return tensor.fake_device
+
+
 def is_pretended(value: object) -> bool:
     """Whether it is a tensor without numbers."""
     return isinstance(value, FakeTensor)
 
 
 @contextmanager
-def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Generator[None]:
-    """Calls ``resized`` after a storage has changed its size, as those of FSDP2's gathered weights do.
+def watched_resizes(resized: Callable[[int, int], None]) -> Generator[None]:
+    """Calls ``resized(address, bytes)`` after a storage has changed its size, as FSDP2's of gathered weights do.
 
     No operator tells of it; PyTorch's own memory tracker does it this way.
     """
@@ -258,7 +308,7 @@ def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Generato
 
     def watched(storage: torch.UntypedStorage, size: int) -> Any:
         out = resize(storage, size)
-        resized(storage)
+        resized(storage._cdata, storage.nbytes())
         return out
 
     torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign]

@@ -36,6 +36,7 @@ __all__ = [
     "model_flops",
     "moments_per_parameter",
     "on_tensor_rank",
+    "precisions",
     "rank_bytes",
     "stage_flops",
 ]

@@ -16,8 +16,8 @@ from fourfold.planner.arithmetic import (
     rank_bytes,
 )
 from fourfold.planner.memory.peak import RESERVED
-from fourfold.planner.precision import Precision, precisions
 from fourfold.planner.memory.walk import RankMemory
+from fourfold.planner.precision import Precision, precisions
 from fourfold.planner.run_memory import run_memory
 from fourfold.planner.run_time import run_cluster, run_seconds
 from fourfold.recipe import Phase, RunPlan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -51,7 +52,7 @@ def held_of(plan: RunPlan, phase: Phase) -> StageBytes:
     of_kind = {kind: stage_bytes(job, plan.stages, _rules(kind)) for kind, job in jobs.items()}
     held = of_kind[plan.recompute[0]]
     columns = [field.name for field in dataclasses.fields(held) if np.ndim(getattr(held, field.name))]
-    each = {
+    each: dict[str, Any] = {
         name: np.array([getattr(of_kind[kind], name)[stage] for stage, kind in enumerate(plan.recompute)])
         for name in columns
     }
@@ -88,9 +89,9 @@ def _exact(plan: RunPlan, phase: Phase, held: StageBytes) -> StageBytes:
 def recomputation(plan: RunPlan, kind: Recomputed | None = None) -> tuple[Recompute, float]:
     """What backward makes again, and for which share of the layers, as columns of a job have it.
 
-    "norms" and "swiglu" are the shares of "selective" that they take: bytes read and written, of 16-bit numbers 2 (2 +
-    2) per hidden unit for two norms, 6 per feed-forward unit. Where stages differ, the mean over layers counts; of lists
-    with "full" in them, "full" alone, beside which the others cost nothing.
+    "norms" and "swiglu" are the shares of "selective" that they take: bytes read and written, of 16-bit numbers 8 per
+    hidden unit for two norms and 6 per feed-forward unit. Where stages differ, the mean over layers counts; of lists
+    with "full" in them "full" alone, beside which the others cost nothing.
     """
     norms = 8 * plan.config.dim / (8 * plan.config.dim + 6 * plan.config.ffn_dim)
     kinds = plan.recompute if kind is None else (kind,) * len(plan.stages)

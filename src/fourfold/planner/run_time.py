@@ -38,8 +38,8 @@ def run_seconds(plan: RunPlan, machines: Cluster | None, program: Program) -> fl
 
     pieces, kinds = pieces_of(None), {kind: pieces_of(kind) for kind in plan.recompute}
     pipeline = program.play(
-        forward=each(lambda *of: stage_seconds(*of)[0]),
-        backward=each(lambda *of: stage_seconds(*of)[1]),
+        forward=each(lambda pieces, stages: stage_seconds(pieces, stages)[0]),
+        backward=each(lambda pieces, stages: stage_seconds(pieces, stages)[1]),
         weight=each(weight_seconds),
         message=float(pieces.message),
     )

@@ -63,9 +63,10 @@ def reference_text(ordered: Comparison, plain: Comparison) -> str:
     if not ordered.same:
         return comparison_text(ordered)
     if plain.verdict in (Verdict.BUG, Verdict.UNKNOWN):
+        wrong = plain.verdict is Verdict.BUG
         lines = [
             "The job is its ordered reference to the bit, but further from a plain run of one process than order goes:",
-            "what the job and its reference have in common is wrong.",
+            f"what the job and its reference have in common {'is' if wrong else 'may be'} wrong.",
         ]
         return "\n".join([*lines, "", comparison_text(plain)])
     lines = [verdict_sentence(ordered), ""]
@@ -77,6 +78,7 @@ def reference_text(ordered: Comparison, plain: Comparison) -> str:
     lines += ["", f"job: {ordered.layouts[0]}"]
     if any(None not in step.losses for step in plain.steps):
         lines += ["", *_table_of_losses(plain.steps, ("job", "plain"))]
+    lines += ["", *(f"note: {note}" for note in ordered.notes)] if ordered.notes else []
     return "\n".join(lines)
 
 

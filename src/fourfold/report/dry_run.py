@@ -67,7 +67,9 @@ def _table(*columns: str, right: int) -> Table:
 def _memory(dry: DryRank, planner: dict[tuple[str, str], Beside]) -> Table:
     table = _table("memory", f"peak, in {dry.peak.action}", "at most", "planner", right=1)
     for kind in Held:
-        table.add_row(kind.value, format_bytes(dry.peak.held[kind]), format_bytes(dry.most[kind]), _planned(planner, kind.value))
+        table.add_row(
+            kind.value, format_bytes(dry.peak.held[kind]), format_bytes(dry.most[kind]), _planned(planner, kind.value)
+        )
     table.add_row("all", format_bytes(dry.peak.bytes), format_bytes(dry.peak.bytes), _planned(planner, "peak"))
     return table
 

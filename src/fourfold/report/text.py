@@ -176,11 +176,16 @@ def _mixes(what: Consequences) -> bool:
 
 
 def _numbers(what: Consequences, *, pretty: bool) -> Table:
+    """One line for all that is held, sent and summed alike, in the order in which a step comes to it."""
     table = Table(box=box.SIMPLE_HEAD if pretty else None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for title in ("", "held", "sent", "summed", ""):
-        table.add_column(title, no_wrap=title != "" or not pretty)
+    for title in ("held", "sent", "summed", "what"):
+        table.add_column(title, no_wrap=title != "what" or not pretty)
+    alike: dict[tuple[str, str, str], list[str]] = {}
     for row in what.precisions:
-        table.add_row(row.what, row.held, row.travels, row.summed, Text(row.note, style="dim"))
+        name = f"{row.what} ({row.note})" if row.note else row.what
+        alike.setdefault((row.held, row.travels, row.summed), []).append(name)
+    for numbers, names in alike.items():
+        table.add_row(*numbers, "; ".join(names))
     return table
 
 

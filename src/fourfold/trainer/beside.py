@@ -95,7 +95,7 @@ def _beside(plan: RunPlan, steps: int) -> RunPlan:
     change, recipe = msgspec.structs.replace, plan.recipe
     if steps > recipe.train.steps:
         rule = f"the run has {recipe.train.steps} steps (train.steps)"
-        raise RecipeError([Problem("steps", steps, rule, (recipe.train.steps,))])
+        raise RecipeError([Problem("--steps", steps, rule, (recipe.train.steps,))])
     return check(
         change(
             recipe,
@@ -116,7 +116,7 @@ def _check_memory(plan: RunPlan) -> None:
     if needed > there:
         rule = (
             f"{plan.grid.size} ranks of this model take about {needed / 2**30:,.0f} GiB, and this machine has "
-            f"{there / 2**30:,.0f}; take a smaller model for it, as by --set model.num_layers=4 --set model.dim=256"
+            f"{there / 2**30:,.0f}; make both smaller for it, as by --set model.num_layers=4 --set layout.dp=2"
         )
         raise RecipeError([Problem("model", None, rule)])
 
@@ -124,7 +124,14 @@ def _check_memory(plan: RunPlan) -> None:
 def _compare(plan: RunPlan, folder: Path, what: str) -> Comparison:
     names = "the job", {ORDERED: "the ordered reference", PLAIN: "the plain run"}[what]
     size, dtype = plan.config.vocab_size, plan.recipe.train.dtype
-    return compare_records(folder / JOB, folder / what, names=names, compute=dtype, vocab_size=size)
+    return compare_records(
+        folder / JOB,
+        folder / what,
+        names=names,
+        by_rank=True if what == ORDERED else None,
+        compute=dtype,
+        vocab_size=size,
+    )
 
 
 def _prepare(plan: RunPlan, folder: Path) -> Prepared:

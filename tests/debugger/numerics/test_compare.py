@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,9 @@ from tests.parallel.harness import Case, micro_batches
 
 WQ: Name = (Kind.OUTPUT, "layers.1.attention.wq")
 # All of the same four sequences in a step.
-LAYOUTS = [
-    {"tp": 2, "nmb": 4},
-    {"cp": 3, "nmb": 4, "cp_split": "per_document"},
-    {"pp": 2, "nmb": 4, "v": 2},
-    {"dp": 4, "nmb": 1, "zero": 3},
+LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "cp": 2, "pp": 2, "dp": 2, "nmb": 2},
+    {"cp": 3, "nmb": 4, "cp_split": "per_document"},
     {"nmb": 2, "micro_batch": 2},
     {"tp": 4, "nmb": 4},  # ranks that share a key head
 ]
@@ -41,12 +39,12 @@ def steps_of(case: Case, number: int) -> list[RankStep]:
     return records
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layouts_differ_by_order(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "layouts"), [("float32", LAYOUTS[::2]), ("bfloat16", LAYOUTS[1::2])])
+def test_layouts_differ_by_order(dtype: str, layouts: list[dict[str, Any]]) -> None:
     """Also in a second step, after AdamW has made of an error in the last bit one of a thousandth of the weights."""
     alone = steps_of(Case(nmb=4, dtype=dtype), 2)
     limits = (1e-5, 1e-2) if dtype == "float32" else (0.05, 0.5)
-    for layout in LAYOUTS:
+    for layout in layouts:
         found = compare_records(steps_of(Case(dtype=dtype, **layout), 2), alone)
         assert found.verdict in (Verdict.SAME, Verdict.ORDER), (layout, found.beyond)
         assert found.findings == ()

@@ -347,7 +347,9 @@ def test_each_stage_recomputes_what_the_recipe_says() -> None:
     assert full[0].activations == 4 * 64 * 64 * 2 + 64 * 16 * 4
 
 
-@pytest.mark.parametrize(("recompute", "dropped"), [("norms", 4 * 64), ("swiglu", 2 * 160), ("selective", 4 * 64 + 320)])
+@pytest.mark.parametrize(
+    ("recompute", "dropped"), [("norms", 4 * 64), ("swiglu", 2 * 160), ("selective", 4 * 64 + 320)]
+)
 def test_what_goes_for_next_to_nothing(recompute: str, dropped: int) -> None:
     """Bytes per token of eight layers: two hidden states, and the product of SwiGLU. The head's norm has one more."""
     train = {"dtype": "bfloat16"}

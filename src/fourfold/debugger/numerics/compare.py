@@ -114,7 +114,11 @@ class _Judge:
         """Judges a step."""
         self.by_rank = alike(step) if self._wanted is None else self._wanted
         whole = None if self.by_rank else _Whole(step)
-        found = rank_by_rank(step) if whole is None else name_by_name(step, whole.pairs, whole.unmatched)
+        found = (
+            rank_by_rank(step, complete=self._wanted is True)
+            if whole is None
+            else name_by_name(step, whole.pairs, whole.unmatched)
+        )
         if step.number != self._before + 1:
             self._drift = None if self.first is not None or step.number > 1 else 0.0
         if self._drift is None and _begins_alike(step, found):
@@ -170,7 +174,7 @@ class _Judge:
             return (
                 Verdict.UNKNOWN,
                 f"in step {steps} the runs are further apart than order makes them in one step, and the weights with "
-                "which it began were not recorded in both: record the step before, or step 1",
+                "which it began are not known to be the same: record the step before, or step 1, and have it compared",
             )
         return (Verdict.SAME, "") if self.first is None else (Verdict.ORDER, "")
 

@@ -146,8 +146,11 @@ def write(record: RankStep, folder: Path) -> None:
     place.mkdir(parents=True, exist_ok=True)
     path = place / f"rank-{record.rank:05d}.safetensors"
     partial = path.with_suffix(".partial")
-    partial.write_bytes(_encode(record))
-    partial.replace(path)
+    try:
+        partial.write_bytes(_encode(record))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _encode(record: RankStep) -> bytes:

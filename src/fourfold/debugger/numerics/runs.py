@@ -40,7 +40,7 @@ _MOST_SETTINGS = 6  # that are written out
 _NO_MATTER = (
     "layout.", "pipeline.", "output.", "profile.", "checkpoint.", "timeouts.", "cluster.", "numerics.", "train.steps",
     "train.device", "train.sanity_steps", "train.ordered", "train.recompute", "train.compile", "train.gc_every",
-    "data.prefetch", "data.verify", "data.validation", "data.skip", "model.vocab_multiple",
+    "data.prefetch", "data.verify", "data.validation", "model.vocab_multiple",
 )  # fmt: skip
 
 
@@ -115,7 +115,8 @@ def _together(found: list[Comparison], names: tuple[str, str], sides: tuple[Side
     """One answer of several: that of the tensors first."""
     first = found[0]
     worst = max(found, key=lambda each: _SEVERITY.index(each.verdict))
-    if worst.weights is not None and len(found) > 1 and all(x.verdict is Verdict.SAME for x in found[:-1]):
+    apart_at_the_end = worst.weights is not None and worst.weights.units > 1.0
+    if apart_at_the_end and len(found) > 1 and all(x.verdict is Verdict.SAME for x in found[:-1]):
         reason = f"all that was compared step by step is equal, but {worst.reason}"
         worst = replace(worst, verdict=Verdict.UNKNOWN, reason=reason)
     steps: dict[int, StepNumbers] = {}

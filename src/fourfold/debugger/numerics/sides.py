@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -98,6 +98,8 @@ def find_side(path: Path) -> Side:
     Raises:
         ValueError: there is nothing there that can be compared, or it is damaged.
     """
+    if path.suffix == ".safetensors":
+        raise ValueError(f"{path}: is a file of weights or numbers; name its folder")
     if path.is_file():
         return Side(path, series=_required_series(path))
     if not path.is_dir():
@@ -232,7 +234,7 @@ def read_series(file: Path) -> Series | None:
             continue
         values = _flat(values)
         keys = keys or _keys_of(values)
-        if keys is None or not isinstance(step := values.get(keys[0]), int | float) or keys[1] not in values:
+        if keys is None or keys[1] not in values or not _is_number(step := values.get(keys[0])):
             continue
         for key, into in ((keys[1], losses), (keys[2], norms), (keys[3], rates)):
             value = values.get(key) if key else None
@@ -245,6 +247,10 @@ def read_series(file: Path) -> Series | None:
     decimals = max((loss.decimals for loss in losses.values() if isinstance(loss, _Number)), default=0)
     plain = {step: float(loss) for step, loss in losses.items()}
     return Series(file, keys, plain, norms, rates, 0.5 * 10.0**-decimals)
+
+
+def _is_number(step: Any) -> TypeGuard[int | float]:
+    return isinstance(step, int | float) and not isinstance(step, bool) and math.isfinite(step)
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,10 +16,8 @@ from fourfold.debugger.numerics.order import execution_order, layer_of
 from fourfold.debugger.numerics.records import Kind, RankStep, Seen
 
 LOSS, NORM = "loss", "grad_norm"
-_BEHIND = {
-    NORM: Kind.GRADIENT,
-    LOSS: Kind.WEIGHT,
-}  # where scalars stand: nothing is computed from the loss as it is told
+_BEHIND = {NORM: Kind.GRADIENT, LOSS: Kind.WEIGHT}
+"""Where scalars stand in the order of execution: nothing is computed from the loss as it is told."""
 _KINDS = (*Kind, SCALAR)
 VOCABULARY = ("tok_embeddings.weight", "output.weight")
 
@@ -44,13 +42,13 @@ class Step:
     def limits(self, *, drift: float = 0.0) -> Limits:
         """What order may make."""
         layers, widths, micro_batches = {0}, {1}, set[int]()
-        for record in self.a:
+        for record in (*self.a, *self.b):
             for seen in record.seen:
                 layers.add(layer_of(seen.name) or 0)
                 widths.add(seen.width)
                 micro_batches.add(seen.micro_batch)
-        grid = self.a[0].grid
-        terms = max(*widths, grid.size // grid.pp * len(micro_batches | {-1}))
+        peers = max(grid.size // grid.pp for grid in (self.a[0].grid, self.b[0].grid))
+        terms = max(*widths, peers * len(micro_batches | {-1}))
         return Limits(self.compute, max(layers) + 1, terms, drift)
 
 
@@ -155,20 +153,27 @@ class Differences:
 
 
 def alike(step: Step) -> bool:
-    """Whether the ranks of both runs hold the same parts of the same tensors, and their scalars can be told apart."""
+    """Whether the ranks of both runs hold the same parts of the same tensors."""
     if step.a[0].grid != step.b[0].grid:
         return False
-    others = {record.rank: _entries(record).keys() for record in step.b}
-    return all(_entries(record).keys() == others[record.rank] for record in step.a)
+    others = {record.rank: _entries(record) for record in step.b}
+    for record in step.a:
+        mine, theirs = _entries(record), others[record.rank]
+        if mine.keys() != theirs.keys() or not all(torch.equal(mine[key].rows, theirs[key].rows) for key in mine):
+            return False
+    return True
 
 
-def rank_by_rank(step: Step) -> Differences:
-    """Of two runs of one layout: every rank's tensors beside each other."""
+def rank_by_rank(step: Step, *, complete: bool) -> Differences:
+    """Of two runs of one layout: every rank's tensors beside each other.
+
+    complete: a tensor that only one run has recorded, on whatever rank, is a difference.
+    """
     found, tensors, padding = [*_scalars(step)], Counter[str](), 0
     names_a, names_b = (
         {(str(seen.kind), seen.name) for record in side for seen in record.seen} for side in (step.a, step.b)
     )
-    common = names_a & names_b
+    common = names_a | names_b if complete else names_a & names_b
     others = {record.rank: record for record in step.b}
     for record in step.a:
         mine, theirs = _entries(record), _entries(others[record.rank])

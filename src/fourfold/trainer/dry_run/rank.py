@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
@@ -44,7 +46,7 @@ def dry_run(plan: RunPlan, rank: int) -> DryRank:
     recipe, on_gpu = plan.recipe, runs_on_gpu(plan)
     eager = msgspec.structs.replace(recipe, train=msgspec.structs.replace(recipe.train, compile=False))
     plan = replace(plan, recipe=eager)
-    watcher = Watcher(on_gpu=on_gpu, pairs=_pairs(plan, coordinates.cp))
+    watcher = Watcher(pairs=_pairs(plan, coordinates.cp) if on_gpu else None)
     tensors = pretended_tensors()
 
     def weights(name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
@@ -56,7 +58,7 @@ def dry_run(plan: RunPlan, rank: int) -> DryRank:
         # Not among pretended tensors: groups of ranks are made of real ones.
         model = ParallelModel(plan, groups, weights=weights, device=CPU)
         _observe(model, watcher, on_gpu=on_gpu)
-        with tensors, watcher.watching(lambda stage: _name(watcher, model, stage)):
+        with tensors, _without_collections(), watcher.watching(lambda stage: _name(watcher, model, stage)):
             _step(model, watcher, on_gpu=on_gpu)
     reading = watcher.ledger.read()
     kept = reading.most_after(Held.ACTIVATIONS)
@@ -69,9 +71,21 @@ def dry_run(plan: RunPlan, rank: int) -> DryRank:
         peak=reading.peak,
         kept=kept,
         traffic=tuple(_traffic(watcher, recipe.cluster.gpus_per_node)),
-        flops=watcher.flops,
+        flops=watcher.flops.total(),
         seconds=time.monotonic() - began,
     )
+
+
+@contextmanager
+def _without_collections() -> Generator[None]:
+    """As in a training step: what only the collector of garbage would free stays."""
+    were_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if were_on:
+            gc.enable()
 
 
 def _micro_batch(plan: RunPlan) -> tuple[Batch, list[tuple[int, ...]]]:
@@ -101,8 +115,10 @@ def _observe(model: ParallelModel, watcher: Watcher, *, on_gpu: bool) -> None:
             if on_gpu and isinstance(ops := getattr(module, "ops", None), Ops):
                 module.ops = replace(ops, attend=attend_on_gpu)
             if isinstance(module, Attention | FeedForward):
-                module.register_forward_pre_hook(lambda module, inputs: watcher.computes(True))
-                module.register_forward_hook(lambda module, inputs, out: watcher.computes(False), always_call=True)
+                module.register_forward_pre_hook(lambda module, inputs: watcher.flops.forwards(True))
+                module.register_forward_hook(
+                    lambda module, inputs, out: watcher.flops.forwards(False), always_call=True
+                )
 
 
 def _step(model: ParallelModel, watcher: Watcher, *, on_gpu: bool) -> None:

@@ -10,32 +10,34 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.layout import Doing, Kind
 from fourfold.parallel import Recorder
 from fourfold.parallel.recorder import Entry, Line, Way
-from fourfold.parallel.torch_private import is_pretended, watched_resizes
+from fourfold.parallel.torch_private import (
+    ATTENTION,
+    QUESTION,
+    TRAVELS,
+    WHERE,
+    OperatorMode,
+    is_pretended,
+    pretended_device,
+    storage_of,
+    varlen_attention,
+    watched_resizes,
+)
 from fourfold.planner.rank_flops import RankFlops
 from fourfold.trainer.dry_run.ledger import Account, Ledger
 from fourfold.trainer.dry_run.results import Held
 
-aten, c10d = torch.ops.aten, torch.ops.c10d
-
 ANSWER = 1
 """What every question after a number in a tensor is answered with: how many labels there are, what the loss is."""
 
-TRAVELS: dict[Any, Callable[..., Sequence[Tensor]]] = {
-    c10d._allgather_base_.default: lambda out, *rest: [out],
-    c10d.alltoall_base_.default: lambda out, given, *rest: [given],
-    c10d._reduce_scatter_base_.default: lambda out, given, *rest: [given],
-    c10d.allreduce_.default: lambda tensors, *rest: tensors,
-    c10d.send.default: lambda tensors, *rest: tensors,
-    c10d.recv_.default: lambda tensors, *rest: tensors,
-}
-"""Of each collective and message, what its bytes are counted of."""
-
 BACK = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+FORWARD, BACKWARD = (
+    4,
+    8,
+)  # FLOPs of attention per pair and number of a head: Q K^T and the product with V, then twice that
 
 
 class Alike(NamedTuple):
@@ -77,36 +79,33 @@ class DryRecorder(Recorder):
         return max(((line, line.entries[-1]) for line in self._watched if line.entries), key=lambda x: x[1].started)
 
 
-class Watcher(TorchDispatchMode):
+class Watcher(OperatorMode):
     """While it is entered, every operator is written down. Enter it inside of pretended tensors.
 
     Attributes:
         ledger: of storages.
         traffic: [count, bytes] of collectives and messages that are alike.
+        flops: of operators.
         recorder: for the rank's groups.
     """
 
-    def __init__(self, *, on_gpu: bool, pairs: int) -> None:
-        """
-        Args:
-            on_gpu: whether the rank's attention kernel is a GPU's.
-            pairs: of a query and a key that it sees, per head, in each call of that kernel.
-        """
+    def __init__(self, *, pairs: int | None) -> None:
+        """``pairs``: see :class:`Flops`."""
         super().__init__()
-        self._counted = counted_on_gpu() if on_gpu else COUNTED
         self.ledger = Ledger()
         self.traffic: dict[Alike, list[int]] = {}
+        self.flops = Flops(pairs=pairs)
         self.recorder = DryRecorder(self._begins)
-        self._pairs = pairs
         self._accounts: dict[int, tuple[Account, weakref.ref[Any]]] = {}  # by the address of a storage
         self._inputs: dict[tuple[int, int], int] = {}  # addresses of received inputs, by stage and micro-batch
         self._at_end: Callable[[int], None] = lambda stage: None
         self._here = ("", -1)
-        self._loading = self._again = False
-        self._flops = {False: [0, 0], True: [0, 0]}  # by whether they are made again: products, attention
+        self._loading = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten._local_scalar_dense.default:
+        if func is WHERE:
+            return pretended_device(args[0])
+        if func is QUESTION:
             return ANSWER
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
@@ -115,10 +114,10 @@ class Watcher(TorchDispatchMode):
             for each in out:
                 if isinstance(each, Tensor):
                     self._see(each)
-        if (what := TRAVELS.get(func)) is not None:
-            self._travels(func, what(*args))
-        elif (count := self._counted.get(func)) is not None:
-            count(self, args)
+        if (moved := TRAVELS.get(func)) is not None:
+            self._travels(moved(*args))
+        else:
+            self.flops.count(func, args)
         return out
 
     # --- Storages ---
@@ -134,12 +133,11 @@ class Watcher(TorchDispatchMode):
     def _see(self, tensor: Tensor) -> None:
         if not is_pretended(tensor):  # a DTensor holds one that is
             return
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._accounts:
-            self._open(storage, None)
+        address, storage = storage_of(tensor)
+        if address not in self._accounts:
+            self._open(address, storage, None)
 
-    def _open(self, storage: torch.UntypedStorage, kind: Held | None) -> None:
-        address = storage._cdata
+    def _open(self, address: int, storage: torch.UntypedStorage, kind: Held | None) -> None:
         account = self.ledger.open(storage.nbytes(), kind)
         self._accounts[address] = account, weakref.ref(storage, partial(self._gone, address))
 
@@ -147,27 +145,27 @@ class Watcher(TorchDispatchMode):
         account, _ = self._accounts.pop(address)
         self.ledger.close(account)
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        if (known := self._accounts.get(storage._cdata)) is not None:
-            self.ledger.resize(known[0], storage.nbytes())
+    def _resized(self, address: int, num_bytes: int) -> None:
+        if address in self._accounts:
+            self.ledger.resize(self._accounts[address][0], num_bytes)
 
     def name(self, tensors: Sequence[Tensor], kind: Held) -> None:
         """Says what these tensors are for: all the time, or if that was known to be something else, from now on."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            known = self._accounts.get(storage._cdata)
-            if known is None:
-                self._open(storage, kind)
-            elif known[0].kind is None:
-                known[0].kind = kind
-            elif known[0].kind is not kind:
-                self._turn(storage._cdata, kind)
+        for address, storage in map(storage_of, tensors):
+            if address not in self._accounts:
+                self._open(address, storage, kind)
+                continue
+            account, _ = self._accounts[address]
+            if account.kind is None:
+                account.kind = kind
+            elif account.kind is not kind:
+                self._turn(address, kind)
 
     def begin(self) -> None:
         """The step begins now; what was before does not count."""
         self.ledger.forget()
         self.traffic.clear()
-        self._flops = {False: [0, 0], True: [0, 0]}
+        self.flops.forget()
         self._loading = True
 
     def _turn(self, address: int, kind: Held) -> None:
@@ -182,6 +180,7 @@ class Watcher(TorchDispatchMode):
                 account.kind = account.kind or Held.INPUTS
             self._loading = False
         self._here = doing, stage
+        self.flops.backward = doing in BACK
         name = f"{stage}{doing}{'' if micro_batch < 0 else micro_batch}" if stage >= 0 else doing
         self.ledger.action(name)
         if doing == Kind.FORWARD and (address := self._inputs.pop((stage, micro_batch), None)) is not None:
@@ -189,19 +188,19 @@ class Watcher(TorchDispatchMode):
 
     # --- What travels ---
 
-    def _travels(self, func: Any, tensors: Sequence[Tensor]) -> None:
+    def _travels(self, tensors: Sequence[Tensor]) -> None:
         line, entry = self.recorder.last()
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         alike = Alike(line.dimension, entry.kind, dtype, self._here[0], line.ranks)
         count = self.traffic.setdefault(alike, [0, 0])
         count[0] += 1
         count[1] += sum(tensor.nbytes for tensor in tensors)
-        if func is c10d.send.default or func is c10d.recv_.default:
-            self._message(tensors[0], sent=func is c10d.send.default)
+        if line.way:
+            self._message(tensors[0], sent=line.way == "send")
 
     def _message(self, tensor: Tensor, *, sent: bool) -> None:
         """A message counts until its send is posted: when the network is done with it nobody can know here."""
-        address = tensor.untyped_storage()._cdata
+        address, _ = storage_of(tensor)
         account, _ = self._accounts[address]
         if account.kind is not None:  # a gradient that the ends of a tied model exchange
             return
@@ -212,59 +211,64 @@ class Watcher(TorchDispatchMode):
             position = self.recorder.position
             self._inputs[position.stage, position.micro_batch] = address
 
-    # --- What is computed ---
 
-    def computes(self, forward: bool) -> None:
-        """A part of a layer's forward begins, or has ended; in a backward it runs for the second time."""
-        self._again = forward and self._here[0] in BACK
+class Flops:
+    """Counts what operators compute.
 
-    @property
-    def flops(self) -> RankFlops:
+    Args:
+        pairs: of a query and a key that it sees, per head, in each call of a GPU's attention kernel, which does not
+            tell; None where attention is a CPU's.
+
+    Attributes:
+        backward: whether the rank is in a backward.
+    """
+
+    def __init__(self, *, pairs: int | None) -> None:
+        aten = torch.ops.aten
+        self.backward = self._again = False
+        self._count: dict[Any, Callable[[Sequence[Any]], None]] = {
+            aten.mm.default: lambda args: self._product(args[0], args[1]),
+            aten.addmm.default: lambda args: self._product(args[1], args[2]),
+            aten.addmm_.default: lambda args: self._product(args[1], args[2]),
+        }
+        if pairs is None:
+            forward, backward = ATTENTION
+            self._count[forward] = lambda args: self._attention(args[0], _pairs(args[0], args[1]), FORWARD)
+            self._count[backward] = lambda args: self._attention(args[1], _pairs(args[1], args[2]), BACKWARD)
+        else:
+            forward, backward = varlen_attention()
+            self._count[forward] = lambda args: self._attention(args[0].transpose(0, 1), pairs, FORWARD)
+            self._count[backward] = lambda args: self._attention(args[1].transpose(0, 1), pairs, BACKWARD)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins anew."""
+        self._done = {False: [0, 0], True: [0, 0]}  # by whether it is made again: products, attention
+
+    def count(self, operator: Any, args: Sequence[Any]) -> None:
+        """One call."""
+        if (count := self._count.get(operator)) is not None:
+            count(args)
+
+    def forwards(self, runs: bool) -> None:
+        """A part of a layer's forward begins, or has ended. In a backward it runs for the second time."""
+        self._again = runs and self.backward
+
+    def total(self) -> RankFlops:
         """So far."""
-        (products, attention), again = self._flops[False], self._flops[True]
+        (products, attention), again = self._done[False], self._done[True]
         return RankFlops(products + again[0], attention + again[1], sum(again))
 
-    def product(self, a: Tensor, b: Tensor) -> None:
-        """[..., m, k] x [..., k, n] takes 2 m k n for each of its rows and columns."""
-        self._flops[self._again][0] += 2 * a.numel() * b.shape[-1]
+    def _product(self, a: Tensor, b: Tensor) -> None:
+        self._done[self._again][0] += 2 * a.numel() * b.shape[-1]
 
-    def square(self, q: Tensor, k: Tensor, times: int) -> None:
-        """Causal attention of q [b, heads, m, d] and k [b, heads, n, d], whose last queries see everything."""
-        batch, heads, m, d = q.shape
-        self._attention(batch * (m * k.shape[2] - m * (m - 1) // 2), heads, d, times)
-
-    def runs(self, q: Tensor, times: int) -> None:
-        """Attention of q [n, heads, d] in runs."""
-        self._attention(self._pairs, q.shape[1], q.shape[2], times)
-
-    def _attention(self, pairs: int, heads: int, d: int, times: int) -> None:
-        """Q K^T and its product with V take 4 d per pair forward, and twice that backward."""
-        self._flops[self._again][1] += 4 * times * pairs * heads * d
+    def _attention(self, q: Tensor, pairs: int, each: int) -> None:
+        """q [..., heads, m, d]. That a fused backward multiplies Q K^T again is not counted."""
+        self._done[self._again][1] += each * pairs * q.shape[-3] * q.shape[-1]
 
 
-FORWARD, BACKWARD = 1, 2  # of attention, in FLOPs; that a fused kernel multiplies Q K^T again is not counted
-
-Count = Callable[[Watcher, Sequence[Any]], None]
-
-COUNTED: dict[Any, Count] = {
-    aten.mm.default: lambda watcher, args: watcher.product(args[0], args[1]),
-    aten.addmm.default: lambda watcher, args: watcher.product(args[1], args[2]),
-    aten.addmm_.default: lambda watcher, args: watcher.product(args[1], args[2]),
-    aten._scaled_dot_product_flash_attention_for_cpu.default: (
-        lambda watcher, args: watcher.square(args[0], args[1], FORWARD)
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
-        lambda watcher, args: watcher.square(args[1], args[2], BACKWARD)
-    ),
-}
-
-
-def counted_on_gpu() -> dict[Any, Count]:
-    """With the kernel for runs, whose operators exist once it is imported."""
-    import torch.nn.attention.varlen
-
-    kernel = torch.ops.torch_attn
-    return COUNTED | {
-        kernel._varlen_attn.default: lambda watcher, args: watcher.runs(args[0], FORWARD),
-        kernel._varlen_attn_backward.default: lambda watcher, args: watcher.runs(args[1], BACKWARD),
-    }
+def _pairs(q: Tensor, k: Tensor) -> int:
+    """Of causal attention of q [b, heads, m, d] and k [b, heads, n, d]: the last query sees all, each before it one
+    less."""
+    batch, _, m, _ = q.shape
+    return batch * (m * k.shape[-2] - m * (m - 1) // 2)
