@@ -93,6 +93,10 @@ class Pipeline:
             raise ValueError(f"{len(batches)} micro-batches given, the schedule has {schedule.num_micro_batches}")
         return _Step(self, schedule, batches, gradient_scale).run()
 
+    def flush(self) -> None:
+        """Waits until everything that was posted is sent, and let go of."""
+        self._outbox.flush()
+
 
 @dataclass
 class _Step:
@@ -139,7 +143,7 @@ class _Step:
             log.append(LoggedAction(action, start, end, self.waited, *ties, time.thread_time_ns() - cpu))
         groups.position.stage = groups.position.micro_batch = -1
         with groups.recorder.flushing():
-            pipeline._outbox.flush()
+            pipeline.flush()
         undone = self.receiving or self.arrived or self.inputs or self.outputs or self.halves
         assert not undone, "the schedule left something undone"
         losses = torch.stack([self.losses[m] for m in sorted(self.losses)]) if self.losses else None

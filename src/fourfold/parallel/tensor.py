@@ -139,7 +139,9 @@ class GatherLinear(Function):
             for i, grad_weight in zip(needed, products(gathering.wait()), strict=True):
                 grad_weights[i] = grad_weight
         elif needed:
-            halves.put(Half([weights[i] for i in needed], partial(tp.start_all_gather, x), products))
+            assert x is not None
+            # Without its place in the graph, of which I leaves nothing: it leads back to the stage's input.
+            halves.put(Half([weights[i] for i in needed], partial(tp.start_all_gather, x.detach()), products))
         return (scattering.wait() if scattering is not None else None, None, None, *grad_weights)
 
 
@@ -167,8 +169,8 @@ class LinearScatter(Function):
         x = ctx.make(*parts) if needs_weight else None
         if x is not None and ctx.halves.put_off:
             # The gradient of this rank's tokens is kept, which is tp times smaller than that of all.
-            ctx.halves.put(Half([weight], partial(tp.start_all_gather, own), lambda full, x=x: [full.t() @ x]))
-            x = None
+            kept, x = x.detach(), None
+            ctx.halves.put(Half([weight], partial(tp.start_all_gather, own), lambda full: [full.t() @ kept]))
         if x is None and not needs_x:
             return None, None, None, None, None
         full = tp.all_gather(own)

@@ -39,7 +39,7 @@ class Change:
         at: step, kind and name of the first tensor that differs.
         ranks: on which it may be found first.
         micro_batches: in which it may.
-        pattern: that must be named, by its value; empty: any, or none.
+        pattern: that must be named, by its value; another order has none.
     """
 
     plant: Plant
@@ -260,19 +260,34 @@ FAULTS = [
         (0,),
         "gradients of keys and values",
     ),
-    Change(a_micro_batch_skipped, ("layout.dp=2",), (1, "arriving", "output"), (1,), (1,)),
+    Change(
+        a_micro_batch_skipped,
+        ("layout.dp=2",),
+        (1, "arriving", "output"),
+        (1,),
+        (1,),
+        "a term of the sum over micro-batches",
+    ),
     Change(
         gradients_averaged, ("layout.dp=2",), (1, "gradient", "tok_embeddings.weight"), (0, 1), (-1,), "constant factor"
     ),
-    Change(weights_stay_gathered, ("layout.dp=2",), (1, "weight", "tok_embeddings.weight"), (0, 1), (-1,)),
+    Change(
+        weights_stay_gathered,
+        ("layout.dp=2",),
+        (1, "weight", "tok_embeddings.weight"),
+        (0, 1),
+        (-1,),
+        "only after the optimizer",
+    ),
     Change(
         tied_ends_not_summed,
         ("model.tied=true", "layout.pp=2"),
         (1, "gradient", "tok_embeddings.weight"),
         (0, 1),
         (-1,),
+        "replicas differ",
     ),
-    Change(padding_is_vocabulary, ("layout.tp=2",), (1, "output", "cross_entropy"), (0, 1)),
+    Change(padding_is_vocabulary, ("layout.tp=2",), (1, "output", "cross_entropy"), (0, 1), (0,), "only padding"),
     Change(
         norms_decay, ("layout.tp=2",), (1, "weight", "tok_embeddings.weight"), (0, 1), (-1,), "only after the optimizer"
     ),
@@ -335,6 +350,7 @@ ORDERS = [
         (1, "gradient", "tok_embeddings.weight"),
         (0, 1),
         (-1,),
+        "replicas differ",
     ),
     Change(
         gradients_of_one_input_in_another_order,

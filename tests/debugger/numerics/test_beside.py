@@ -35,7 +35,9 @@ def test_a_fault_is_a_bug_and_is_found(change: Change, recipe: Path, monkeypatch
     assert (found.first.step, found.first.kind, found.first.name) == change.at
     assert found.first.rank in change.ranks
     assert found.first.micro_batch in change.micro_batches
-    assert change.pattern in [finding.pattern for finding in found.findings] or not change.pattern
+    assert change.pattern in [finding.pattern for finding in found.findings]
+    assert found.beyond is not None
+    assert (found.beyond.step, found.beyond.kind, found.beyond.name) == change.at
 
 
 @pytest.mark.parametrize("change", ORDERS, ids=lambda change: change.name)

@@ -20,7 +20,7 @@ from tests.debugger.numerics import faults
 from tests.debugger.numerics.layouts import plan_of, source_of
 from tests.parallel.harness import Case, micro_batches
 
-STEPS = 2
+STEPS = 1
 UNEVEN = ((63,), (40, 20), (2,) * 31, (3,) * 21)  # the first two have 120 labels, the others 73
 # All of the same four sequences in a step.
 LAYOUTS = [

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import get_context
 
 import msgspec
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fourfold.layout import Doing, attention_pairs, shards
+from fourfold.layout.actions import SENDS
 from fourfold.model import Batch, Ops, attention
 from fourfold.model.attention import varlen
 from fourfold.model.llama import Attention, FeedForward
@@ -39,9 +42,19 @@ def dry_run(plan: RunPlan, rank: int) -> DryRank:
 
     Every row of the batch is one document. Where the recipe compiles, what is compiled runs as it is written.
 
+    It runs in a process of its own: PyTorch keeps what it has worked out for a rank, such as where its shards begin,
+    and would take it for that of any other rank that this process becomes, or forks.
+
     Raises:
         ValueError: there is no such rank.
     """
+    plan.grid.coordinates(rank)
+    fork = get_context("fork")
+    with ProcessPoolExecutor(1, mp_context=fork, initializer=torch.set_num_threads, initargs=(1,)) as apart:
+        return apart.submit(_dry_run, plan, rank).result()
+
+
+def _dry_run(plan: RunPlan, rank: int) -> DryRank:
     began, coordinates = time.monotonic(), plan.grid.coordinates(rank)
     recipe, on_gpu = plan.recipe, runs_on_gpu(plan)
     eager = msgspec.structs.replace(recipe, train=msgspec.structs.replace(recipe.train, compile=False))
@@ -58,7 +71,7 @@ def dry_run(plan: RunPlan, rank: int) -> DryRank:
         # Not among pretended tensors: groups of ranks are made of real ones.
         model = ParallelModel(plan, groups, weights=weights, device=CPU)
         _observe(model, watcher, on_gpu=on_gpu)
-        with tensors, _without_collections(), watcher.watching(lambda stage: _name(watcher, model, stage)):
+        with tensors, _without_collections(), watcher.watching(lambda kind, stage: _end(watcher, model, kind, stage)):
             _step(model, watcher, on_gpu=on_gpu)
     reading = watcher.ledger.read()
     kept = reading.most_after(Held.ACTIVATIONS)
@@ -148,12 +161,15 @@ def _step(model: ParallelModel, watcher: Watcher, *, on_gpu: bool) -> None:
     model.zero_grad()
 
 
-def _name(watcher: Watcher, model: ParallelModel, stage: int) -> None:
-    """Says what FSDP holds of a stage at the end of an action."""
+def _end(watcher: Watcher, model: ParallelModel, kind: str, stage: int) -> None:
+    """At the end of an action: here the network takes no time; and what FSDP holds of the stage is named."""
+    if kind in SENDS:
+        model.pipeline.flush()
+        watcher.sent()
     if stage in model.stages:
         held = held_by_fsdp(model.stages[stage].module)
-        for kind, tensors in ((Held.GATHERED, held.weights), (Held.SUMS, held.sums), (Held.SHARDS, held.shards)):
-            watcher.name(tensors, kind)
+        for what, tensors in ((Held.GATHERED, held.weights), (Held.SUMS, held.sums), (Held.SHARDS, held.shards)):
+            watcher.name(tensors, what)
 
 
 def _parameters(model: ParallelModel) -> Iterator[DTensor]:

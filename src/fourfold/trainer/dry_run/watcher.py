@@ -33,6 +33,9 @@ from fourfold.trainer.dry_run.results import Held
 ANSWER = 1
 """What every question after a number in a tensor is answered with: how many labels there are, what the loss is."""
 
+KEEPS: dict[str, str] = {Kind.FORWARD: Kind.RECV_FORWARD, Kind.INPUT: Kind.RECV_BACKWARD}
+"""Computations that keep what they have received: for backward, or of a backward in halves for the second one."""
+
 BACK = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 FORWARD, BACKWARD = (
     4,
@@ -97,8 +100,9 @@ class Watcher(OperatorMode):
         self.flops = Flops(pairs=pairs)
         self.recorder = DryRecorder(self._begins)
         self._accounts: dict[int, tuple[Account, weakref.ref[Any]]] = {}  # by the address of a storage
-        self._inputs: dict[tuple[int, int], int] = {}  # addresses of received inputs, by stage and micro-batch
-        self._at_end: Callable[[int], None] = lambda stage: None
+        self._received: dict[tuple[str, int, int], int] = {}  # addresses, by the receive that was posted
+        self._sent: list[int] = []  # addresses of outputs whose send is posted in this action
+        self._at_end: Callable[[str, int], None] = lambda kind, stage: None
         self._here = ("", -1)
         self._loading = False
 
@@ -123,12 +127,12 @@ class Watcher(OperatorMode):
     # --- Storages ---
 
     @contextmanager
-    def watching(self, at_end: Callable[[int], None]) -> Generator[None]:
-        """``at_end`` is called with its stage when an action has ended, to say what things are for."""
+    def watching(self, at_end: Callable[[str, int], None]) -> Generator[None]:
+        """``at_end`` is called with its kind and stage when an action has ended, to say what things are for."""
         self._at_end = at_end
         with watched_resizes(self._resized), self:
             yield
-            self._at_end(self._here[1])
+            self._at_end(*self._here)
 
     def _see(self, tensor: Tensor) -> None:
         if not is_pretended(tensor):  # a DTensor holds one that is
@@ -161,6 +165,13 @@ class Watcher(OperatorMode):
             elif account.kind is not kind:
                 self._turn(address, kind)
 
+    def sent(self) -> None:
+        """What was posted is sent. An output that is still there is kept by somebody."""
+        for address in self._sent:
+            if address in self._accounts:
+                self._turn(address, Held.ACTIVATIONS)
+        self._sent.clear()
+
     def begin(self) -> None:
         """The step begins now; what was before does not count."""
         self.ledger.forget()
@@ -174,7 +185,7 @@ class Watcher(OperatorMode):
 
     def _begins(self, doing: str, stage: int, micro_batch: int) -> None:
         """The rank begins an action, or something beside its schedule."""
-        self._at_end(self._here[1])
+        self._at_end(*self._here)
         if self._loading and stage >= 0:  # what is there before the first action is its input
             for account, _ in self._accounts.values():
                 account.kind = account.kind or Held.INPUTS
@@ -183,7 +194,8 @@ class Watcher(OperatorMode):
         self.flops.backward = doing in BACK
         name = f"{stage}{doing}{'' if micro_batch < 0 else micro_batch}" if stage >= 0 else doing
         self.ledger.action(name)
-        if doing == Kind.FORWARD and (address := self._inputs.pop((stage, micro_batch), None)) is not None:
+        address = self._received.pop((KEEPS.get(doing, ""), stage, micro_batch), None)
+        if address is not None:
             self._turn(address, Held.ACTIVATIONS)
 
     # --- What travels ---
@@ -199,17 +211,17 @@ class Watcher(OperatorMode):
             self._message(tensors[0], sent=line.way == "send")
 
     def _message(self, tensor: Tensor, *, sent: bool) -> None:
-        """A message counts until its send is posted: when the network is done with it nobody can know here."""
+        """A receive that was posted, or an output whose send is posted now."""
         address, _ = storage_of(tensor)
         account, _ = self._accounts[address]
         if account.kind is not None:  # a gradient that the ends of a tied model exchange
             return
         account.kind = Held.MESSAGES
         if sent:
-            self.ledger.close(account)
-        elif self._here[0] == Kind.RECV_FORWARD:
+            self._sent.append(address)
+        else:
             position = self.recorder.position
-            self._inputs[position.stage, position.micro_batch] = address
+            self._received[self._here[0], position.stage, position.micro_batch] = address
 
 
 class Flops:
