@@ -16,7 +16,9 @@ from fourfold.trainer.dry_run.results import Beside, DryRank, Held
 
 ACTIVATIONS = 0.02  # what the planner leaves out: whole numbers, which say what is whose token
 PEAK = 0.05  # of what is alive for a moment it takes a layer more in ZeRO-3, which a GPU gathers ahead
-HALVES = 0.1  # in zb-h1 it takes as much to be alive for a moment of I and of W as of a whole backward
+# In zb-h1 it takes W to need as much as a forward keeps, which in the stage with the head is one hidden state more, and
+# I and W each to need as much for a moment as a whole backward.
+ACTIVATIONS_IN_HALVES, PEAK_IN_HALVES = 0.05, 0.12
 KEPT = ("activations", "gathered_kv", "logits")  # of the planner's parts
 
 
@@ -58,9 +60,10 @@ def _alive(plan: RunPlan, dry: DryRank) -> Iterator[Beside]:
     rank = list(live_bytes(job, phase.schedule, plan.stages, timeline, stack, held=held))[dry.at.pp]
     kept = rank.parts[[PARTS.index(name) for name in KEPT]].sum(axis=0).max()
     peak = peak_of(rank, plan.stages, timeline, stack)
-    yield Beside(Held.ACTIVATIONS, "bytes", dry.most[Held.ACTIVATIONS], round(kept), ACTIVATIONS)
-    allowed = HALVES if phase.schedule.splits_backward else PEAK
-    yield Beside("peak", "bytes", dry.peak.bytes, round(peak.total - peak.buffers), allowed)
+    halves = phase.schedule.splits_backward
+    of_kept, of_peak = (ACTIVATIONS_IN_HALVES, PEAK_IN_HALVES) if halves else (ACTIVATIONS, PEAK)
+    yield Beside(Held.ACTIVATIONS, "bytes", dry.most[Held.ACTIVATIONS], round(kept), of_kept)
+    yield Beside("peak", "bytes", dry.peak.bytes, round(peak.total - peak.buffers), of_peak)
 
 
 def _traffic(plan: RunPlan, dry: DryRank) -> Iterator[Beside]:
