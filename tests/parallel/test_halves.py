@@ -84,6 +84,30 @@ def test_between_the_halves_only_what_the_second_needs_is_alive() -> None:
     assert after == 4 * 2 * config.dim  # the norms' gradients, which their weights have taken over
 
 
+def input_between_halves(case: Case) -> bool:
+    """Whether the input of a stage is still there between the halves of its backward, on the last pipeline rank."""
+    model = make_model(case)
+    ((batch, rows),) = micro_batches(case, 0, 0)
+    if model.groups.pp.rank == 0:
+        return False
+    local = LocalBatch.of(batch, rows, cp=1, cp_rank=0, tp=1, cp_split="head_tail")
+    (stage,) = model.stages.values()
+    stage.gather()
+    x = torch.randn(local.num_tokens, model.plan.config.dim, requires_grad=True)
+    held = StorageWeakRef(x.untyped_storage())
+    edge = get_gradient_edge(stage.module(x, local))
+    with stage.halves.keeping() as kept:
+        torch.autograd.backward([edge], [torch.ones(())])
+    del x, edge
+    assert kept
+    return not held.expired()
+
+
+def test_the_first_half_lets_go_of_the_input_and_with_it_of_its_gradient() -> None:
+    """What is kept must not lead back to them through the graph."""
+    assert not any(fork_ranks(2, lambda rank: input_between_halves(Case(pp=2, nmb=1, rows=((64,),))), timeout=60))
+
+
 @pytest.mark.parametrize(("schedule", "collectives"), [("1f1b", 10), ("zb-h1", 12)])
 def test_collectives_of_tensor_parallelism_per_layer(schedule: str, collectives: int) -> None:
     """Four forward and six backward; in halves the gradients of what two products put out are gathered twice."""
