@@ -13,6 +13,7 @@ from fourfold.cli.comparing import compare
 from fourfold.debugger.numerics.comparison import Pattern, Verdict
 from fourfold.debugger.numerics.records import Kind
 from fourfold.layout import Grid
+from tests.answers import printed, refused
 from tests.debugger.numerics.made import Made, slightly, whole_step
 from tests.debugger.numerics.test_runs import altered, run_folder
 from tests.trainer.runs import fourfold, write_recipe
@@ -39,20 +40,6 @@ def wrong(tmp_path: Path) -> Path:
     tensors = whole_step()
     tensors[WQ][29] *= 0.5
     return run_folder(tmp_path / "wrong", made=Made(Grid(tp=2, dp=2), tensors, per_dp_group=2))
-
-
-def printed(capsys: pytest.CaptureFixture[str]) -> str:
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
-
-
-def refused(capsys: pytest.CaptureFixture[str]) -> str:
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err.removeprefix("error: ").rstrip("\n")
 
 
 def test_the_same(right: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from fourfold.cli.diagnosing import diagnose
 from fourfold.layout import Grid
 from fourfold.report.trace import TRUTH
+from tests.answers import printed, refused
 from tests.debugger import jobs
 from tests.debugger.memory.allocator import Allocator
 from tests.debugger.memory.test_verdict import job
@@ -45,21 +46,6 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     job = made.Job(dp=2, pp=2, micro_batches=3, steps=2, factor=slow)
     return made.write(tmp_path_factory.mktemp("table") / "job.parquet", job.rows())
-
-
-def printed(capsys: pytest.CaptureFixture[str]) -> str:
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
-
-
-def refused(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that says why."""
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err.removeprefix("error: ").rstrip("\n")
 
 
 def documented(heading: str) -> set[str]:

@@ -12,16 +12,11 @@ import pytest
 from fourfold.cli.simulating import Conditions, Drawings, Traces, figures, simulate
 from fourfold.layout import Action, Grid, Kind, generate
 from fourfold.recipe import check, load
+from tests.answers import printed
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 DEMO = RECIPES / "demo.toml"
 ON_H100: dict[str, Any] = {"gpu": "h100"}
-
-
-def printed(capsys: pytest.CaptureFixture[str]) -> str:
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
 
 
 class TestStep:

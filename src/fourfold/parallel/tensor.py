@@ -24,6 +24,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from fourfold.model import Batch, Ops, Rope, attention
+from fourfold.model.attention import Kernel
 from fourfold.parallel.arithmetic import Arithmetic
 from fourfold.parallel.batch import LocalBatch
 from fourfold.parallel.context import gather_keys_values
@@ -31,7 +32,7 @@ from fourfold.parallel.groups import Group, Groups, Pending
 from fourfold.parallel.halves import Half, WeightHalves
 from fourfold.parallel.recompute import Policy, knows_origin, origin_of, remember
 from fourfold.parallel.torch_private import LocalPart
-from fourfold.recipe import ModelConfig
+from fourfold.recipe import ModelConfig, first_key_head
 
 
 def sharded_ops(
@@ -53,8 +54,8 @@ def sharded_ops(
         policy: what backward makes again.
         z_loss: factor of the term that :class:`VocabCrossEntropy` adds to what is minimised.
     """
-    tp, cp = groups.tp, groups.cp
-    kv_head = tp.rank * config.num_kv_heads // tp.size
+    tp = groups.tp
+    kv_head = first_key_head(config, tp=tp.size, rank=tp.rank)
     kv_rows = slice(kv_head * config.head_dim, (kv_head + 1) * config.head_dim)
 
     def local(weight: Tensor) -> Tensor:
@@ -79,23 +80,25 @@ def sharded_ops(
         last = policy.again and knows_origin(x)
         return LinearScatter.apply(x, local(weight), tp, halves, not last)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        assert isinstance(batch, LocalBatch)
-        k, v = gather_keys_values(k, v, batch.key_order, cp)
-        return attention(q, k, v, batch)
-
     return Ops(
         embed=lambda tokens, weight: embed(tokens, local(weight), tp, halves),
         norm=norm,
         project=lambda x, weights: GatherLinear.apply(x, tp, halves, *map(columns, weights)),
         rotate=lambda q, k, rope: Rotate.apply(q, k, rope, arithmetic),
         swiglu=swiglu,
-        attend=attend,
+        attend=partial(attend, cp=groups.cp),
         combine=combine,
         cross_entropy=lambda logits, labels, vocab_size: VocabCrossEntropy.apply(
             logits, labels, vocab_size, tp, z_loss
         ),
     )
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, *, cp: Group, kernel: Kernel | None = None) -> Tensor:
+    """Attention of this rank's queries over the keys of all ranks of ``cp``; ``kernel`` as for the model's."""
+    assert isinstance(batch, LocalBatch)
+    k, v = gather_keys_values(k, v, batch.key_order, cp)
+    return attention(q, k, v, batch, kernel=kernel)
 
 
 class GatherLinear(Function):

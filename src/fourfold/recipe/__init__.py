@@ -12,7 +12,7 @@ from fourfold.recipe.model import (
     parameter_shapes,
     preset,
 )
-from fourfold.recipe.parameters import is_covered, is_frozen, split_dimension, stage_shapes
+from fourfold.recipe.parameters import first_key_head, is_covered, is_frozen, split_dimension, stage_shapes
 from fourfold.recipe.schema import (
     Batch,
     BatchPhase,
@@ -63,6 +63,7 @@ __all__ = [
     "check",
     "config_from_hf",
     "config_to_hf",
+    "first_key_head",
     "from_table",
     "is_covered",
     "is_frozen",

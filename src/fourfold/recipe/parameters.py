@@ -44,6 +44,11 @@ def split_dimension(name: str, config: ModelConfig, tp: int) -> int | None:
     return 1 if weight in ("wo", "w2") else 0
 
 
+def first_key_head(config: ModelConfig, *, tp: int, rank: int) -> int:
+    """The first key-value head that a TP rank computes with. Neighbours share one where there are fewer than ranks."""
+    return rank * config.num_kv_heads // tp
+
+
 def is_frozen(name: str, freeze: Sequence[str], *, tied: bool = False) -> bool:
     """Whether `train.freeze` covers a parameter. In a tied model output.weight is the embedding."""
     if tied and name == "output.weight":

@@ -30,7 +30,7 @@ from fourfold.debugger.numerics.records import (
 )
 from fourfold.parallel import LocalBatch, MicroBatch, ParallelModel, StepTotals
 from fourfold.parallel.observing import LAYER, Operation, observed
-from fourfold.recipe import is_covered
+from fourfold.recipe import first_key_head, is_covered
 
 LOSS = "cross_entropy"
 OF_OWN_TOKENS = ("embed", "norm", "combine", LAYER)
@@ -231,7 +231,7 @@ class _Witness:
             return _Place(tokens.own, 0, features)
         tp, config = self._model.groups.tp, self._model.plan.config
         if name.endswith((".wk", ".wv")):  # several ranks may share a head
-            head = tp.rank * config.num_kv_heads // tp.size
+            head = first_key_head(config, tp=tp.size, rank=tp.rank)
             return _Place(tokens.all, head * config.head_dim, config.num_kv_heads * config.head_dim)
         return _Place(tokens.all, tp.rank * features, tp.size * features)
 

@@ -120,7 +120,7 @@ class _Judge:
             else name_by_name(step, whole.pairs, whole.unmatched)
         )
         if step.number != self._before + 1:
-            self._drift = None if self.first is not None or step.number > 1 else 0.0
+            self._drift = None
         if self._drift is None and _begins_alike(step, found):
             self._drift = 0.0
         limits = step.limits(drift=DRIFT * (self._drift or 0.0))

@@ -13,6 +13,11 @@ SEQUENCE_BITS = 32  # of a token's number, those below are its place in the sequ
 SCALAR = "scalar"  # kind of a step's loss and gradient norm, beside those of `records.Kind`
 
 
+def token_of(number: int) -> tuple[int, int]:
+    """(sequence in the step's batch, place in it) of a token's number."""
+    return number >> SEQUENCE_BITS, number & ((1 << SEQUENCE_BITS) - 1)
+
+
 class Verdict(StrEnum):
     """What the difference of two runs is."""
 
@@ -91,7 +96,7 @@ class Divergence:
         """(sequence in the step's batch, place in the sequence) of the row; None: it is of a weight, or padding."""
         if self.kind not in ("output", "arriving") or self.row < 0:
             return None
-        return self.row >> SEQUENCE_BITS, self.row & ((1 << SEQUENCE_BITS) - 1)
+        return token_of(self.row)
 
 
 @dataclass(frozen=True)

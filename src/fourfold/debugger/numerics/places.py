@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fourfold.debugger.numerics.alignment import LOSS, Pair
-from fourfold.debugger.numerics.comparison import Finding, Pattern
-from fourfold.debugger.numerics.records import SEQUENCE_BITS, Kind, RankStep
+from fourfold.debugger.numerics.comparison import SEQUENCE_BITS, Finding, Pattern, token_of
+from fourfold.debugger.numerics.records import Kind, RankStep
 from fourfold.debugger.numerics.situation import Search, Situation
 from fourfold.layout import join_ranks
 
@@ -239,7 +239,8 @@ def _ranks_text(ranks: Tensor) -> str:
 
 
 def _token_text(number: int) -> str:
-    return f"{number & ((1 << SEQUENCE_BITS) - 1)} of sequence {number >> SEQUENCE_BITS}"
+    sequence, place = token_of(number)
+    return f"{place} of sequence {sequence}"
 
 
 SEARCHES: tuple[Search, ...] = (

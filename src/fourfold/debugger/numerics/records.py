@@ -18,12 +18,12 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from fourfold.debugger.numerics.comparison import SEQUENCE_BITS
 from fourfold.debugger.numerics.fingerprints import Fingerprint, Fingerprinter
 from fourfold.layout import Grid
 
 FORMAT = 1
 FOLDER = "numerics"  # of a run
-SEQUENCE_BITS = 32  # of a token's number, those below are its place in the sequence
 PADDING = -1  # number of a row that is padding
 
 

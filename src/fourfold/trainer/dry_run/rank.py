@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 
 import msgspec
@@ -17,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from fourfold.layout import Doing, attention_pairs, shards
 from fourfold.layout.actions import SENDS
-from fourfold.model import Batch, Ops, attention
+from fourfold.model import Batch, Ops
 from fourfold.model.attention import varlen
 from fourfold.model.llama import Attention, FeedForward
-from fourfold.parallel import LocalBatch, ParallelModel, connect
-from fourfold.parallel.context import gather_keys_values
+from fourfold.parallel import ParallelModel, connect
+from fourfold.parallel.tensor import attend
 from fourfold.parallel.torch_private import held_by_fsdp, pretended_ranks, pretended_tensors
 from fourfold.recipe import RunPlan
 from fourfold.trainer.dry_run.results import DryRank, GroupTraffic, Held
@@ -116,17 +117,11 @@ def _pairs(plan: RunPlan, cp_rank: int) -> int:
 
 def _observe(model: ParallelModel, watcher: Watcher, *, on_gpu: bool) -> None:
     """Lets the watcher know which part of a backward is a forward made again, and gives attention the right kernel."""
-    cp = model.groups.cp
-
-    def attend_on_gpu(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        assert isinstance(batch, LocalBatch)
-        k, v = gather_keys_values(k, v, batch.key_order, cp)
-        return attention(q, k, v, batch, kernel=varlen)
-
+    on_a_gpu = partial(attend, cp=model.groups.cp, kernel=varlen)
     for stage in model.stages.values():
         for module in stage.module.modules():
             if on_gpu and isinstance(ops := getattr(module, "ops", None), Ops):
-                module.ops = replace(ops, attend=attend_on_gpu)
+                module.ops = replace(ops, attend=on_a_gpu)
             if isinstance(module, Attention | FeedForward):
                 module.register_forward_pre_hook(lambda module, inputs: watcher.flops.forwards(True))
                 module.register_forward_hook(

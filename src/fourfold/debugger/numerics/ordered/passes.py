@@ -19,7 +19,7 @@ from fourfold.debugger.numerics.ordered.operations import (
 )
 from fourfold.debugger.numerics.records import Kind
 from fourfold.layout import Stage
-from fourfold.recipe import ModelConfig
+from fourfold.recipe import ModelConfig, first_key_head
 
 See = Callable[[Kind, str, int, Parts], None]
 """(kind, name of the operation, virtual stage, tensors [cp][tp])"""
@@ -124,29 +124,29 @@ class Passes:
         return combined, backward
 
     def _heads(self, name: str) -> Weights:
-        """Rows of wq, wk or wv that each TP rank computes with: of a weight that all hold whole, those of its head."""
-        weights, config = self._weight(name), self.config
-        tp = len(weights)
-        if name.endswith("wq") or config.num_kv_heads % tp == 0:
-            return weights
-        first = [t * config.num_kv_heads // tp * config.head_dim for t in range(tp)]
-        return [weight[row : row + config.head_dim] for weight, row in zip(weights, first, strict=True)]
+        """Rows of wq, wk or wv that each TP rank computes with."""
+        weights = self._weight(name)
+        return [weight[rows] for weight, rows in zip(weights, self._rows(name, len(weights)), strict=True)]
 
     def _whole_heads(self, name: str, stage: int, grads: Parts) -> Parts:
-        """The gradient of the rows of a head as one of the whole weight, where each rank holds that."""
-        weights, config = self.weights[stage][f"{name}.weight"], self.config
-        tp = len(weights)
-        if name.endswith("wq") or config.num_kv_heads % tp == 0:
-            return grads
+        """Gradients of these rows as those of what each rank holds."""
+        weights = self.weights[stage][f"{name}.weight"]
         whole: Parts = []
         for row in grads:
             whole.append([])
-            for t, (grad, weight) in enumerate(zip(row, weights, strict=True)):
-                first = t * config.num_kv_heads // tp * config.head_dim
+            for grad, weight, rows in zip(row, weights, self._rows(name, len(weights)), strict=True):
                 of_weight = grad.new_zeros(weight.shape)
-                of_weight[first : first + config.head_dim] = grad
+                of_weight[rows] = grad
                 whole[-1].append(of_weight)
         return whole
+
+    def _rows(self, name: str, tp: int) -> list[slice]:
+        """Which rows of what a TP rank holds: all, or those of its head where each holds the weight whole."""
+        if name.endswith("wq") or self.config.num_kv_heads % tp == 0:
+            return [slice(None)] * tp
+        size = self.config.head_dim
+        heads = [first_key_head(self.config, tp=tp, rank=t) for t in range(tp)]
+        return [slice(head * size, (head + 1) * size) for head in heads]
 
     def _feed_forward(self, x: Parts, path: str) -> tuple[Parts, Callable[[Parts], Parts]]:
         stage, prefix = self._stage, f"{path}.feed_forward"

@@ -14,7 +14,7 @@ from fourfold.debugger.numerics.ordered.operations import Parts
 from fourfold.debugger.numerics.ordered.weights import ShardedWeight, of_rank
 from fourfold.debugger.numerics.records import PADDING, Kind, RankStep, token_numbers
 from fourfold.layout import Shard
-from fourfold.recipe import Phase, RunPlan, is_frozen, stage_shapes
+from fourfold.recipe import Phase, RunPlan, first_key_head, is_frozen, stage_shapes
 
 OF_OWN_TOKENS = ("tok_embeddings", "attention_norm", "ffn_norm", "norm", "wo", "w2")
 """Operations whose result lies split over TP by tokens; last parts of names. So do the sums at the end of layers."""
@@ -75,7 +75,8 @@ class Seeing:
         if last in OF_WHOLE_WIDTH or last.isdecimal():
             return 0, features
         if last in ("wk", "wv"):
-            return t * config.num_kv_heads // tp * config.head_dim, config.num_kv_heads * config.head_dim
+            head = first_key_head(config, tp=tp, rank=t)
+            return head * config.head_dim, config.num_kv_heads * config.head_dim
         return t * features, tp * features
 
     def gradients(self, weights: list[list[ShardedWeight]]) -> None:
