@@ -111,10 +111,16 @@ class Rope:
         self.cos, self.sin = angles.cos(), angles.sin()
 
     def rotate(self, x: Tensor) -> Tensor:
-        """x [n, heads, head_dim], each pair (i, i + head_dim/2) turned by its angle; computed in fp32, dtype of x."""
-        cos, sin = self.cos[:, None, :], self.sin[:, None, :]
-        a, b = x.float().chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+        """x [n, heads, head_dim], turned by the angles of its tokens."""
+        return turn(x, self.cos, self.sin)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [n, heads, d], each pair (i, i + d/2) turned by its angle, whose cos and sin are fp32 [n, d / 2]. Computed in
+    fp32, rounded to the dtype of x."""
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fourfold.model.llama import turn
+
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMSNorm of x [n, D], and what it divides by: (out [n, D], one over the root mean square, fp32 [n, 1])."""
@@ -51,18 +53,12 @@ def swiglu_backward(grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary embedding of q [n, H, d] and k [n, KV, d] by angles fp32 [n, d / 2], in fp32."""
-    return _turn(q, cos, sin), _turn(k, cos, sin)
+    return turn(q, cos, sin), turn(k, cos, sin)
 
 
 def rotate_backward(grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`rotate`: turned back."""
-    return _turn(grad_q, cos, -sin), _turn(grad_k, cos, -sin)
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    return turn(grad_q, cos, -sin), turn(grad_k, cos, -sin)
 
 
 class Arithmetic(NamedTuple):

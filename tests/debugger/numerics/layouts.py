@@ -1,4 +1,4 @@
-"""A layout's run on forked ranks, and the ordered reference of the same steps, both whole: gradients and weights."""
+"""A layout's run on forked ranks, and the ordered reference of the same steps: what every rank has, to compare."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fourfold.debugger.numerics.ordered import OrderedReference
-from fourfold.debugger.numerics.ordered.weights import ShardedWeight
+from fourfold.debugger.numerics.ordered.reference import ReferenceStep
+from fourfold.debugger.numerics.ordered.weights import ShardedWeight, of_rank
 from fourfold.model import fill
 from fourfold.parallel import ParallelModel, WeightSource, connect
 from fourfold.recipe import RunPlan, check, from_table, to_table
@@ -19,12 +20,13 @@ from tests.parallel.harness import SEED, Case, micro_batches
 
 LR = 0.01
 STEPS = 3
-Numbers = dict[str, Tensor]
+Numbers = dict[tuple[int, str], Tensor]
+"""By rank and name, the rank's part."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Per step: loss, norm of the gradient, gradients and weights by name."""
+    """Per step: loss, norm of the gradient, and of every trained weight each rank's part and the gradient of it."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -42,7 +44,7 @@ class Steps:
             for kind in ("gradients", "weights"):
                 mine, others = getattr(self, kind)[step], getattr(other, kind)[step]
                 assert mine.keys() == others.keys()
-                found += [(step, f"{kind}: {name}") for name in mine if not torch.equal(mine[name], others[name])]
+                found += [(step, f"{kind}: {key}") for key in mine if not torch.equal(mine[key], others[key])]
         return found
 
 
@@ -78,37 +80,52 @@ def _rank(case: Case, ordered: bool, optimizer: dict[str, Any]) -> Steps:
     plan, out = plan_of(case, **optimizer), Steps()
     groups = connect(plan.grid, "cpu", ordered=ordered)
     model = ParallelModel(plan, groups, weights=source_of(plan), device=torch.device("cpu"))
-    steps = make_optimizer(model.gradients.weights, plan.recipe.optimizer, tied=plan.config.tied)
+    weights = model.gradients.weights
+    steps = make_optimizer(weights, plan.recipe.optimizer, tied=plan.config.tied)
     for step in range(STEPS):
         out.losses.append(model.forward_backward(micro_batches(case, step, groups.coordinates.dp)).loss)
         out.norms.append(model.gradients.norm(case.clip_type))
-        out.gradients.append({n: t for n, t in model.whole_weights(gradients=True) if t is not None})
+        out.gradients.append({(groups.rank, w.name): w.gradient.clone() for w in weights})
         model.gradients.clip(out.norms[-1], plan.recipe.optimizer.clip_norm)
         model.gradients.hand_over()
         steps.step()
         model.zero_grad()
-        out.weights.append({n: t for n, t in model.whole_weights() if t is not None})
+        out.weights.append({(groups.rank, w.name): w.local.detach().clone() for w in weights})
     return out
 
 
 def run_reference(case: Case, **optimizer: Any) -> Steps:
-    """The ordered reference of it."""
+    """The ordered reference of it, rank by rank."""
     plan, out = plan_of(case, **optimizer), Steps()
     reference = OrderedReference(plan, source_of(plan), everything=False)
     for step in range(STEPS):
-        groups = [micro_batches(case, step, group) for group in range(case.dp)]
-        made = reference.step(groups, phase=plan.phases[0], lr=LR)
+        made = _step(reference, case, step)
         out.losses.append(made.loss)
         out.norms.append(made.grad_norm)
-        weights = [
-            w for stage in reference.weights for w in stage if not (plan.config.tied and w.name == "output.weight")
-        ]
-        out.gradients.append({w.name: _whole(w, w.gradients) for w in weights if w.gradients is not None})
-        out.weights.append(
-            {w.name: _whole(w, [torch.cat([*map(Tensor.detach, row)]) for row in w.shards]) for w in weights}
-        )
+        out.gradients.append({})
+        out.weights.append({})
+        for rank in range(case.world):
+            place = plan.grid.coordinates(rank)
+            for weight, f in of_rank(reference.weights, place, plan):
+                if weight.trained:
+                    out.gradients[-1][rank, weight.name] = weight.pieces(place.tp)[f].clone()
+                    out.weights[-1][rank, weight.name] = weight.shards[place.tp][f].detach().clone()
     return out
 
 
+def first_step_of_reference(case: Case, **optimizer: Any) -> tuple[ReferenceStep, dict[str, Tensor]]:
+    """The first step of the ordered reference, and its gradients whole."""
+    plan = plan_of(case, **optimizer)
+    reference = OrderedReference(plan, source_of(plan), everything=False)
+    made = _step(reference, case, 0)
+    weights = [weight for stage in reference.weights for weight in stage]
+    return made, {w.name: _whole(w, w.gradients) for w in weights if w.gradients is not None}
+
+
+def _step(reference: OrderedReference, case: Case, step: int) -> ReferenceStep:
+    groups = [micro_batches(case, step, group) for group in range(case.dp)]
+    return reference.step(groups, phase=reference.plan.phases[0], lr=LR)
+
+
 def _whole(weight: ShardedWeight, parts: list[Tensor]) -> Tensor:
-    return (parts[0] if weight.cut is None else torch.cat(parts, dim=weight.cut)).clone()
+    return parts[0] if weight.cut is None else torch.cat(parts, dim=weight.cut)

@@ -37,10 +37,8 @@ KEEPS: dict[str, str] = {Kind.FORWARD: Kind.RECV_FORWARD, Kind.INPUT: Kind.RECV_
 """Computations that keep what they have received: for backward, or of a backward in halves for the second one."""
 
 BACK = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-FORWARD, BACKWARD = (
-    4,
-    8,
-)  # FLOPs of attention per pair and number of a head: Q K^T and the product with V, then twice that
+FORWARD, BACKWARD = 4, 8
+"""FLOPs of attention per pair and number of a head: Q K^T and the product with V, then twice that."""
 
 
 class Alike(NamedTuple):
