@@ -138,10 +138,7 @@ def _differences(known: Sequence[Beside]) -> Iterator[str]:
     for one in apart:
         yield f"differs: {one.what}: {one.found:,} {one.unit}, and {one.planned:,} by the planner"
     if any(one.tolerance for one in apart):
-        yield (
-            "The planner counts a GPU's attention, and not the whole numbers that say what is whose token: they are much "
-            "of a small model."
-        )
+        yield "The planner counts a GPU's attention, and no whole numbers, which are much of a small model's tensors."
     if not apart:
         yield f"The planner agrees in all of {len(known)} numbers."
 
